@@ -1,0 +1,1 @@
+"""Domains, tasks, scores and advantages. Imports `sandboxes` and nothing else of ours."""

@@ -1,0 +1,1 @@
+"""Environments, engines and the episodes between them. Imports `reward` and `sandboxes`; vLLM in `engines/vllm.py` alone."""

@@ -1,0 +1,23 @@
+"""The error tree of training.
+
+TrainerError
+├── PolicyError        (also ValueError) the model directory is missing, incomplete or unfit; names what to do
+├── TrainingDiverged   loss or gradients are not finite
+└── CheckpointError    a checkpoint cannot be written or read; an older one stays usable
+"""
+
+
+class TrainerError(Exception):
+    """Base of what goes wrong in training."""
+
+
+class PolicyError(TrainerError, ValueError):
+    """The policy cannot be made, loaded or trained as asked."""
+
+
+class TrainingDiverged(TrainerError):
+    """A step produced numbers that are not finite; nothing was applied."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint could not be written or is not whole."""
