@@ -1,0 +1,221 @@
+"""Writes the task files of the four quickstart domains: `python examples/quickstart/make_tasks.py`.
+
+Deterministic: the committed files are its output, and a test compares them. Every kind of task occurs in both splits,
+and no instance (prompt and data together) occurs twice. The tasks are tiny on purpose: a byte-level policy of about two
+million parameters on two CPU cores has to learn them in minutes, so names have two letters and answers are short.
+"""
+
+import json
+import random
+import string
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TRAIN_TASKS, EVAL_TASKS = 320, 80
+DOMAINS = Path(__file__).parent / "domains"
+
+
+class Draft(NamedTuple):
+    """A task before it has an id and a split."""
+
+    prompt: str
+    data: dict[str, Any]
+    solution: tuple[str, ...]
+
+
+Kind = Callable[[random.Random], Draft]
+
+
+# terminal: files before, files wanted after, and the commands in between --------------------------------------------
+
+
+def _name(rng: random.Random) -> str:
+    return "".join(rng.sample(string.ascii_lowercase, 2))
+
+
+def _names(rng: random.Random, count: int) -> list[str]:
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names[_name(rng)] = None
+    return list(names)
+
+
+def _make(rng: random.Random) -> Draft:
+    name, other = _names(rng, 2)
+    return Draft(
+        f"make {name}", {"files": {other: "1\n"}, "expect": {name: "", other: "1\n"}}, (f"touch {name}", "exit")
+    )
+
+
+def _delete(rng: random.Random) -> Draft:
+    name, other = _names(rng, 2)
+    files = {name: "1\n", other: "1\n"}
+    return Draft(f"delete {name}", {"files": files, "expect": {name: None, other: "1\n"}}, (f"rm {name}", "exit"))
+
+
+def _rename(rng: random.Random) -> Draft:
+    old, new, word = _names(rng, 3)
+    data = {"files": {old: f"{word}\n"}, "expect": {old: None, new: f"{word}\n"}}
+    return Draft(f"rename {old} to {new}", data, (f"mv {old} {new}", "exit"))
+
+
+def _follow(rng: random.Random) -> Draft:
+    note, target = _names(rng, 2)
+    data = {"files": {note: f"{target}\n"}, "expect": {note: f"{target}\n", target: ""}}
+    return Draft(f"make the file named in {note}", data, (f"cat {note}", f"touch {target}", "exit"))
+
+
+def _find(rng: random.Random) -> Draft:
+    old, new, word = _names(rng, 3)
+    data = {"files": {old: f"{word}\n"}, "expect": {old: None, new: f"{word}\n"}}
+    return Draft(f"find the file, rename it to {new}", data, ("ls", f"mv {old} {new}", "exit"))
+
+
+# code: the comment says what the completion must compute -------------------------------------------------------------
+
+
+def _function(parameter: str, wish: str, body: str, arguments: list[Any]) -> Draft:
+    compute = eval(f"lambda {parameter}: {body}")  # noqa: S307 - our own expression, the reference solution itself
+    tests = [{"args": [argument], "expect": compute(argument)} for argument in arguments]
+    prompt = f"def f({parameter}): # {wish}\n return"
+    return Draft(prompt, {"entry_point": "f", "tests": tests}, (f" {body}",))
+
+
+_OPERATIONS = {"add": "+", "subtract": "-", "times": "*"}
+
+
+def _arithmetic(rng: random.Random) -> Draft:
+    operation, constant = rng.choice(list(_OPERATIONS)), rng.randint(2, 99)
+    return _function(
+        "x", f"{operation} {constant}", f"x{_OPERATIONS[operation]}{constant}", rng.sample(range(-50, 50), 3)
+    )
+
+
+def _two_steps(rng: random.Random) -> Draft:
+    first, second = rng.sample(["add", "subtract", "times"], 2)
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    inner = f"x{_OPERATIONS[first]}{a}"
+    body = f"({inner}){_OPERATIONS[second]}{b}" if second == "times" else f"{inner}{_OPERATIONS[second]}{b}"
+    return _function("x", f"{first} {a} then {second} {b}", body, rng.sample(range(-50, 50), 3))
+
+
+def _affix(rng: random.Random) -> Draft:
+    word = _name(rng)
+    wish, body = rng.choice([(f"append {word}", f"s+'{word}'"), (f"prepend {word}", f"'{word}'+s")])
+    return _function("s", wish, body, [_name(rng) + _name(rng) for _ in range(3)])
+
+
+def _aggregate(rng: random.Random) -> Draft:
+    call = rng.choice(["sum", "max", "min", "len"])
+    operation, constant = rng.choice(list(_OPERATIONS)), rng.randint(2, 29)
+    lists = [rng.sample(range(10, 60), size) for size in (2, 3, 4, 5)]
+    return _function("a", f"{call}, {operation} {constant}", f"{call}(a){_OPERATIONS[operation]}{constant}", lists)
+
+
+# math: the answer is a number ----------------------------------------------------------------------------------------
+
+
+def _sum(rng: random.Random) -> Draft:
+    a, b = rng.randint(10, 89), rng.randint(2, 9)
+    return Draft(f"{a}+{b}=", {"answer": str(a + b)}, (str(a + b),))
+
+
+def _difference(rng: random.Random) -> Draft:
+    a, b = rng.randint(20, 99), rng.randint(2, 9)
+    return Draft(f"{a}-{b}=", {"answer": str(a - b)}, (str(a - b),))
+
+
+def _extreme(rng: random.Random) -> Draft:
+    word = rng.choice(["max", "min"])
+    a, b = rng.sample(range(10, 100), 2)
+    answer = str(max(a, b) if word == "max" else min(a, b))
+    return Draft(f"{word}({a},{b})=", {"answer": answer}, (answer,))
+
+
+def _remainder(rng: random.Random) -> Draft:
+    a, b = rng.randint(10, 99), rng.choice([2, 5, 10])
+    return Draft(f"{a} mod {b}=", {"answer": str(a % b)}, (str(a % b),))
+
+
+# tools: one JSON call ------------------------------------------------------------------------------------------------
+
+_TOOLS: Mapping[str, tuple[str, str]] = {
+    "timer": ("min", "integer"),
+    "heat": ("deg", "integer"),
+    "volume": ("pct", "integer"),
+    "call": ("who", "string"),
+    "play": ("song", "string"),
+    "open": ("app", "string"),
+}
+_SHORT = {"integer": "int", "string": "str"}
+
+
+def _schema(tool: str) -> dict[str, Any]:
+    key, kind = _TOOLS[tool]
+    parameters = {
+        "type": "object",
+        "properties": {key: {"type": kind}},
+        "required": [key],
+        "additionalProperties": False,
+    }
+    return {"name": tool, "parameters": parameters}
+
+
+def _call(rng: random.Random, request: Callable[[str, str], str], kind: str) -> Draft:
+    tool = rng.choice([name for name, (_, k) in _TOOLS.items() if k == kind])
+    other = rng.choice([name for name in _TOOLS if name != tool])
+    key = _TOOLS[tool][0]
+    value = rng.randint(10, 99) if kind == "integer" else _name(rng)
+    listed = rng.sample([tool, other], 2)
+    signatures = " ".join(f"{name}({_TOOLS[name][0]}:{_SHORT[_TOOLS[name][1]]})" for name in listed)
+    call = {"name": tool, "arguments": {key: value}}
+    data = {"tools": [_schema(name) for name in listed], "call": call}
+    return Draft(f"{signatures}\n{request(tool, str(value))}", data, (json.dumps(call, separators=(",", ":")),))
+
+
+def _number(rng: random.Random) -> Draft:
+    return _call(rng, lambda tool, value: f"{tool} {value}", "integer")
+
+
+def _word(rng: random.Random) -> Draft:
+    return _call(rng, lambda tool, value: f"{tool} {value}", "string")
+
+
+KINDS: Mapping[str, Mapping[str, Kind]] = {
+    "terminal": {"make": _make, "delete": _delete, "rename": _rename, "follow": _follow, "find": _find},
+    "code": {"arithmetic": _arithmetic, "two-steps": _two_steps, "affix": _affix, "aggregate": _aggregate},
+    "math": {"sum": _sum, "difference": _difference, "extreme": _extreme, "remainder": _remainder},
+    "tools": {"number": _number, "word": _word},
+}
+
+
+def make_domain(domain: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows of `train` and `eval` for one domain, kinds in turn, so that any prefix is balanced."""
+    rng = random.Random(f"quickstart/{domain}")  # noqa: S311 - reproducible, not secret
+    kinds = KINDS[domain]
+    seen: set[str] = set()
+    splits: dict[str, list[dict[str, Any]]] = {}
+    for split, count in (("eval", EVAL_TASKS), ("train", TRAIN_TASKS)):
+        rows = splits[split] = []
+        while len(rows) < count:
+            kind = list(kinds)[len(rows) % len(kinds)]
+            draft = kinds[kind](rng)
+            instance = json.dumps([draft.prompt, draft.data.get("files")], sort_keys=True)
+            if instance in seen:
+                continue
+            seen.add(instance)
+            row = {"id": f"{split}-{kind}-{len(rows):03d}", "prompt": draft.prompt, "data": draft.data}
+            rows.append({**row, "solution": list(draft.solution)})
+    return splits
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """JSON lines, one task a line."""
+    return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    for name in KINDS:
+        for split, rows in make_domain(name).items():
+            (DOMAINS / name / f"{split}.jsonl").write_text(render(rows), encoding="utf-8")
