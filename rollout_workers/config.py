@@ -23,8 +23,6 @@ class EngineConfig(BaseModel):
 
     model_config = _FROZEN
 
-    kind: Literal["vllm", "fake"] = "vllm"
-    """`vllm` serves the policy. `fake` plays scripted actions without a model; it is for tests."""
     workers: int = Field(default=1, ge=1)
     """Rollout workers, each with one engine. A second one adds little on two cores."""
     gpus_per_worker: float = Field(default=0.0, ge=0)

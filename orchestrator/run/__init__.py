@@ -1,0 +1,1 @@
+"""One run of a job, from its specification to its report."""
