@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_FROZEN = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ComponentConfig(BaseModel):
@@ -18,7 +18,8 @@ class ComponentConfig(BaseModel):
     weight: float = Field(default=1.0, ge=0)
     """Share in the total, relative to the other components."""
     kind: Literal["outcome", "progress", "cost"] = "outcome"
-    """`outcome`: decides pass or fail. `progress`: counts, decides nothing. `cost`: less is better, so it is inverted."""
+    """`outcome`: decides pass or fail. `progress`: counts, decides nothing. `cost`: less is better, so it is
+    inverted."""
     when: str = ""
     """Name of an outcome component that must be full for this one to count (a step cost on success only)."""
 
@@ -35,7 +36,8 @@ class DomainConfig(BaseModel):
     environment: str
     """`single_turn`, `terminal`, `code`, or `FILE.py:CLASS` in the domain's folder."""
     verifier: str = ""
-    """For `single_turn`: `math`, `tool_call`, or `FILE.py:FUNCTION` in the domain's folder, run in a process of its own."""
+    """For `single_turn`: `math`, `tool_call`, or `FILE.py:FUNCTION` in the domain's folder, run in a process of its
+    own."""
     system_prompt: str = ""
     """System message before every task's prompt; empty for none."""
     train: str = "train.jsonl"
@@ -63,9 +65,13 @@ class DomainConfig(BaseModel):
         for name, component in self.components.items():
             low, high = component.range
             if isinstance(high, float) and not low < high:
-                raise ValueError(f"components.{name}.range = [{low}, {high}] is empty: the first must be below the second")
+                raise ValueError(
+                    f"components.{name}.range = [{low}, {high}] is empty: the first must be below the second"
+                )
             if component.when and component.when not in outcomes:
-                raise ValueError(f"components.{name}.when = {component.when!r} names no outcome component ({sorted(outcomes)})")
+                raise ValueError(
+                    f"components.{name}.when = {component.when!r} names no outcome component ({sorted(outcomes)})"
+                )
         if (self.environment == "single_turn") != bool(self.verifier):
             raise ValueError('`verifier` belongs to environment = "single_turn", and is required there')
         return self

@@ -3,7 +3,8 @@
 RewardError
 ├── DomainError        (also ValueError) a domain folder is malformed; names file, key and remedy
 ├── RewardOutOfRange   (also ValueError) a component left its declared range: the declaration is wrong, so the run stops
-└── VerifierFailed     a verifier crashed, hung or returned something that is no number: an infrastructure error
+├── VerifierFailed     a verifier crashed, hung or returned something that is no number: an infrastructure error
+└── UnparsableAnswer   raised by verifiers: nothing in the answer can be graded; it gets the lowest score
 """
 
 
@@ -21,3 +22,7 @@ class RewardOutOfRange(RewardError, ValueError):
 
 class VerifierFailed(RewardError):
     """The verifier did not produce a finite number for each declared component."""
+
+
+class UnparsableAnswer(RewardError):
+    """The policy's answer cannot be read at all. The episode is a `policy_failure`, every component at its worst."""

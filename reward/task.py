@@ -25,4 +25,5 @@ class Task:
     data: Mapping[str, Any] = field(default_factory=dict)
     """What environment and verifier need: files, tests, the expected answer. Never shown to the policy."""
     solution: tuple[str, ...] = ()
-    """Reference solution: the policy's message of each turn. Scores full marks; also the demonstration for warm starts."""
+    """Reference solution: the policy's message of each turn. Scores full marks; also the demonstration for warm
+    starts."""
