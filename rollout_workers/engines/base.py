@@ -65,7 +65,13 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], *, request_id: str, max_tokens: int, temperature: float, seed: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        request_id: str,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None = None,
     ) -> Generation:
         """Continue `prompt_ids` until the end-of-turn token or `max_tokens`. Cancelling the coroutine aborts the request."""
         ...

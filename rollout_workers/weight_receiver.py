@@ -1,0 +1,192 @@
+"""Receives published weights inside the engine's process, through vLLM's weight-transfer interface.
+
+vLLM imports this module in the engine's process because `engines/vllm.py` names `WeightReceiver` as the worker extension;
+the import registers the transfer engine there. Contract: `docs/weight-sync.md`. A whole set is checked before the model is
+touched, so that a set which is refused leaves the engine as it was.
+
+vLLM's layer-wise reload leaves two kernels on the CPU with stale or wrongly laid out copies of the weights, silently. Each
+has a repair of its own below; no checksum sees what they mend, only log-probabilities do.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from rollout_workers.errors import WeightSyncRejected
+from rollout_workers.weight_manifest import WeightManifest, map_segment
+
+SHARED_MEMORY = "crosstrain_shared_memory"
+"""Name of the backend in vLLM's registry."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the safetensors files of a Hugging Face directory, read from their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    for name in files:
+        with open(directory / name, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes |= {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
+    return shapes
+
+
+def check_layout(manifest: WeightManifest, expected: Shapes, optional: frozenset[str]) -> None:
+    """Raises `WeightSyncRejected` unless the manifest names exactly the expected tensors with their shapes.
+
+    `optional` tensors may be absent (an output layer that is tied to the embedding).
+    """
+    offered = {entry.name: entry.shape for entry in manifest.tensors}
+    missing = sorted(expected.keys() - offered.keys() - optional)
+    unknown = sorted(offered.keys() - expected.keys() - optional)
+    if missing or unknown:
+        raise WeightSyncRejected(
+            f"weights of version {manifest.version}: {len(missing)} tensors are missing {missing[:3]} "
+            f"and {len(unknown)} are not of this model {unknown[:3]}"
+        )
+    for name, shape in offered.items():
+        if shape != expected.get(name, shape):
+            raise WeightSyncRejected(
+                f"weights of version {manifest.version}: {name} has shape {list(shape)}, "
+                f"the model's checkpoint {list(expected[name])}"
+            )
+
+
+def read_tensors(manifest: WeightManifest) -> list[tuple[str, torch.Tensor]]:
+    """Map the segment and view its tensors, without a copy. Raises `WeightSyncRejected` for bytes that cannot be right."""
+    segment = map_segment(manifest)
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for entry in manifest.tensors:
+        dtype = _DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise WeightSyncRejected(
+                f"weight manifest: {entry.name} has dtype {entry.dtype}, not one of {list(_DTYPES)}"
+            )
+        count = prod(entry.shape)
+        if entry.offset % dtype.itemsize or entry.offset + count * dtype.itemsize > manifest.nbytes:
+            raise WeightSyncRejected(f"weight manifest: {entry.name} at byte {entry.offset} does not fit the segment")
+        tensor = torch.frombuffer(segment, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+        if not torch.isfinite(tensor).all():
+            raise WeightSyncRejected(
+                f"weights of version {manifest.version}: {entry.name} has values that are not finite"
+            )
+        tensors.append((entry.name, tensor))
+    return tensors
+
+
+def load_tensors(model: nn.Module, config: ModelConfig, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """vLLM's layer-wise reload: values are written into the storage that the kernels already hold."""
+    initialize_layerwise_reload(model)
+    model.load_weights(tensors)  # type: ignore[operator]  # every vLLM model has it; nn.Module does not say so
+    finalize_layerwise_reload(model, config)
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Lay the experts' weights out as the CPU's grouped matrix product wants them.
+
+    The reload writes them in checkpoint order over the packed ones, since vLLM packs only when it first builds the kernel.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "w13_weight"):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)  # type: ignore[union-attr]
+
+
+def repack_output(model: nn.Module) -> None:
+    """Renew the packed copy that the output layer's matrix product holds.
+
+    A tied output layer shares the embedding's tensor, so the reload sees no weights of its own and leaves the copy stale.
+    """
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, nn.Module) and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)  # type: ignore[union-attr,operator]
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """A segment is named by each manifest: there is no connection to set up."""
+
+
+@dataclass
+class ManifestInfo(WeightTransferUpdateInfo):
+    """Carries one manifest."""
+
+    manifest: dict[str, Any]
+
+
+class SharedMemoryTransfer(WeightTransferEngine[NoInit, ManifestInfo]):
+    """Loads weights from the shared-memory segment that a manifest names."""
+
+    init_info_cls = NoInit
+    update_info_cls = ManifestInfo
+    repairs: ClassVar[tuple[Callable[[nn.Module], None], ...]] = (repack_experts, repack_output)
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._shapes = checkpoint_shapes(Path(vllm_config.model_config.model))
+        tied = getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
+        self._optional = frozenset({"lm_head.weight"} if tied else ())
+        self._received: tuple[WeightManifest, list[tuple[str, torch.Tensor]]] | None = None
+        self.checksum = ""
+        """SHA-256 of the set that is loaded; empty for the weights of the model's directory."""
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        """Nothing, so that a failure before `finish` leaves the model as it is."""
+
+    def receive_weights(self, update_info: ManifestInfo) -> None:
+        """Check the whole set. Raises `WeightSyncRejected`; vLLM hands its text on to the caller."""
+        manifest = WeightManifest.parse(update_info.manifest)
+        check_layout(manifest, self._shapes, self._optional)
+        self._received = (manifest, read_tensors(manifest))
+
+    def finish_weight_update(self) -> None:
+        """Load the set that was received and mend what the reload leaves wrong."""
+        assert self._received is not None, "vLLM calls finish only after a set was received"
+        (manifest, tensors), self._received = self._received, None
+        load_tensors(self.model, self.model_config, tensors)
+        if current_platform.is_cpu():
+            for repair in self.repairs:
+                repair(self.model)
+        self.checksum = manifest.checksum
+
+    def shutdown(self) -> None:
+        """Let go of a set that was received and never loaded."""
+        self._received = None
+
+
+class WeightReceiver:
+    """Worker extension: its methods become methods of vLLM's worker."""
+
+    weight_transfer_engine: SharedMemoryTransfer
+
+    def loaded_checksum(self) -> str:
+        """SHA-256 of the loaded set."""
+        return self.weight_transfer_engine.checksum
+
+
+WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryTransfer)
