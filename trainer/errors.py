@@ -3,7 +3,8 @@
 TrainerError
 ├── PolicyError        (also ValueError) the model directory is missing, incomplete or unfit; names what to do
 ├── TrainingDiverged   loss or gradients are not finite
-└── CheckpointError    a checkpoint cannot be written or read; an older one stays usable
+├── CheckpointError    a checkpoint cannot be written or read; an older one stays usable
+└── PublishError       the weights cannot be put where engines read them
 """
 
 
@@ -21,3 +22,7 @@ class TrainingDiverged(TrainerError):
 
 class CheckpointError(TrainerError):
     """A checkpoint could not be written or is not whole."""
+
+
+class PublishError(TrainerError):
+    """The weights could not be exported."""
