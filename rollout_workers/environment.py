@@ -1,7 +1,7 @@
 """The one interaction protocol. Every domain's environment speaks it; `episode.py` drives it.
 
-An environment is made for one episode and never used again; whoever builds it closes it. Text goes in and out: tokens are
-the business of `episode.py`, which never lets an action be tokenised a second time.
+An environment is made for one episode and never used again; whoever builds it closes it. Text goes in and out: tokens
+are the business of `episode.py`, which never lets an action be tokenised a second time.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,8 @@ class Environment(Protocol):
         ...
 
     async def grade(self) -> Mapping[str, float]:
-        """Raw value of each component that the domain declares. Called once, after the last step, also when truncated."""
+        """Raw value of each component that the domain declares. Called once, after the last step, also when
+        truncated."""
         ...
 
     async def close(self) -> None:
