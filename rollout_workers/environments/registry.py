@@ -9,8 +9,12 @@ from rollout_workers.environments.code import Code
 from rollout_workers.environments.single_turn import SingleTurn
 from rollout_workers.environments.terminal import Terminal
 
-BUILTIN: dict[str, Callable[[EnvironmentContext], Environment]] = {"single_turn": SingleTurn, "terminal": Terminal,
-"code": Code} """Environments that ship with us, by the name a `domain.toml` calls them."""
+BUILTIN: dict[str, Callable[[EnvironmentContext], Environment]] = {
+    "single_turn": SingleTurn,
+    "terminal": Terminal,
+    "code": Code,
+}
+"""Environments that ship with us, by the name a `domain.toml` calls them."""
 
 
 def build_environment(context: EnvironmentContext) -> Environment:
