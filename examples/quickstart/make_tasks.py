@@ -77,9 +77,9 @@ def _find(rng: random.Random) -> Draft:
 
 def _function(parameter: str, wish: str, body: str, arguments: list[Any]) -> Draft:
     compute = eval(f"lambda {parameter}: {body}")  # noqa: S307 - our own expression, the reference solution itself
-    tests = [{"args": [argument], "expect": compute(argument)} for argument in arguments]
+    tests = [[[argument], compute(argument)] for argument in arguments]
     prompt = f"def f({parameter}): # {wish}\n return"
-    return Draft(prompt, {"entry_point": "f", "tests": tests}, (f" {body}",))
+    return Draft(prompt, {"entry_point": "f", "include_prompt": True, "tests": tests}, (f" {body}",))
 
 
 _OPERATIONS = {"add": "+", "subtract": "-", "times": "*"}
@@ -205,7 +205,8 @@ def make_domain(domain: str) -> dict[str, list[dict[str, Any]]]:
             if instance in seen:
                 continue
             seen.add(instance)
-            row = {"id": f"{split}-{kind}-{len(rows):03d}", "prompt": draft.prompt, "data": draft.data}
+            row = {"id": f"{split}-{kind}-{len(rows):03d}", "prompt": draft.prompt}
+            row["data"] = {**draft.data, "labels": {"kind": kind}}
             rows.append({**row, "solution": list(draft.solution)})
     return splits
 
