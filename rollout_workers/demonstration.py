@@ -30,7 +30,7 @@ class _Reader:
     async def speak(self, prompt_ids: Sequence[int], *, turn: int, max_tokens: int) -> Generation:
         if turn >= len(self.task.solution):
             raise DomainError(f"the solution of task {self.task.id!r} does not end the episode; add its last message")
-        ids = self.chat.action_ids(self.task.solution[turn])
+        ids = self.chat.message_ids(self.task.solution[turn])
         if len(ids) > max_tokens:
             raise DomainError(
                 f"message {turn + 1} of the solution of task {self.task.id!r} has {len(ids)} tokens where {max_tokens} "

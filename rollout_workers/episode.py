@@ -185,7 +185,7 @@ async def _interact(
         generation = await speaker.speak(transcript.token_ids, turn=turn, max_tokens=min(config.max_tokens, room))
         generated = time.monotonic()
         transcript.write(generation)
-        action = chat.decode(_without_end(generation.token_ids, chat.eos_id))
+        action = chat.decode(generation.token_ids)
         cut = generation.finish_reason == "length"
         failure = None
         answer = ""
@@ -216,10 +216,6 @@ async def _grade(task: Task, environment: Environment, config: DomainConfig, sta
         if status is Status.OK:
             status, detail = Status.POLICY_FAILURE, str(error)
     return score(config, task, raw, status, detail, task.data.get("labels"))
-
-
-def _without_end(ids: Sequence[int], eos_id: int) -> Sequence[int]:
-    return ids[:-1] if ids and ids[-1] == eos_id else ids
 
 
 def _sentence(error: Exception, config: DomainConfig, expired: bool) -> str:

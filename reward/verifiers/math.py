@@ -44,11 +44,12 @@ def verify(task: dict[str, Any], answer: str) -> dict[str, float]:
         raise UnparsableAnswer("the answer holds no number or formula")
     if _NUMBER.fullmatch(gold[-1]):
         _, _, value = given[-1].rpartition("=")
-        if not _NUMBER.fullmatch(value.strip()):
+        value = value.strip()
+        if not _NUMBER.fullmatch(value):
             return {"success": 0.0}
         if isinstance(given[0], sympy.Eq):
             given = [given[0].rhs, value]
-    return {"success": float(equivalent(gold, given, timeout_seconds=None))  # type: ignore[arg-type]}
+    return {"success": float(equivalent(gold, given, timeout_seconds=None))}  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
