@@ -20,7 +20,9 @@ from rollout_workers.engines.base import Engine, EngineStats, WeightUpdate
 from rollout_workers.environment import EnvironmentContext
 from rollout_workers.episode import run_episode
 from rollout_workers.types import Episode
-from sandboxes.base import SandboxProvider
+from sandboxes.base import Sandbox, SandboxProvider
+from sandboxes.errors import NoCapacity
+from sandboxes.latency import Latencies
 
 VERIFIER_PROCESSES = 2
 """Enough to keep one core busy while the other waits on a pipe; graders cost milliseconds."""
@@ -44,6 +46,19 @@ class GroupRequest:
     """Episode i samples with seed + i."""
 
 
+class NoSandboxes:
+    """The source of sandboxes of a job none of whose domains needs one."""
+
+    latencies = Latencies()
+
+    async def acquire(self, *, timeout_s: float) -> Sandbox:
+        """Always raises `NoCapacity`."""
+        raise NoCapacity("this worker was given no sandboxes; an environment of kind `single_turn` must not ask for one")
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Nothing was acquired."""
+
+
 EngineFactory = Callable[[str, EngineConfig], Engine]
 """From a Hugging Face directory and settings to an engine that is not started yet."""
 
@@ -63,19 +78,35 @@ class RolloutWorker:
         model: str,
         config: EngineConfig,
         domains: Sequence[Domain],
-        sandboxes: SandboxProvider,
-        make_engine: EngineFactory = vllm_engine,
+        make_engine: class NoSandboxes:
+    """The source of sandboxes of a job none of whose domains needs one."""
+
+    latencies = Latencies()
+
+    async def acquire(self, *, timeout_s: float) -> Sandbox:
+        """Always raises `NoCapacity`."""
+        raise NoCapacity("this worker was given no sandboxes; an environment of kind `single_turn` must not ask for one")
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Nothing was acquired."""
+
+
+EngineFactory = vllm_engine,
     ) -> None:
         """`model`: Hugging Face directory of the policy's architecture, tokenizer and initial weights."""
         self._model = model
         self._config = config
         self._make_engine = make_engine
         self._domains = {domain.name: domain for domain in domains}
-        self._sandboxes = sandboxes
+        self._sandboxes: SandboxProvider = NoSandboxes()
         self._slots = asyncio.Semaphore(config.max_concurrent_episodes)
         self._verifiers: VerifierPool | None = None
         self._chat: ChatTokenizer | None = None
         self._engine: Engine | None = None
+
+    def use_sandboxes(self, provider: SandboxProvider) -> None:
+        """Where the environments' sandboxes come from; without it no domain may need one."""
+        self._sandboxes = provider
 
     async def prepare(self) -> None:
         """Load the tokenizer and start the verifiers."""
@@ -113,6 +144,10 @@ class RolloutWorker:
     async def stats(self) -> EngineStats:
         """The engine's counters."""
         return await self._require_engine().stats()
+
+    async def exec_latencies(self) -> Latencies:
+        """Durations of the commands that this worker's episodes ran in sandboxes, seen from here."""
+        return self._sandboxes.latencies
 
     async def close(self) -> None:
         """End engine and verifiers. Idempotent."""

@@ -83,6 +83,10 @@ class Sampler:
         new = max(policy_tokens, 1.0)
         self._lengths[domain] = new if old is None else self._memory * old + (1 - self._memory) * new
 
+    def replace(self, task: Task) -> Task:
+        """The next task of the same domain, for one that cannot be played."""
+        return self._draw(task.domain)
+
     def _length(self, domain: str) -> float:
         """Mean tokens of an episode. A domain never seen counts as the mean of those seen, so that it starts at par."""
         known = self._lengths.get(domain)

@@ -1,0 +1,186 @@
+"""Ray: the only file that imports it. Starts or joins a cluster, makes actors of the plain classes, and hides them behind
+the handles of `run/fleet.py`.
+
+Without `RAY_ADDRESS` a cluster is started on this machine for the run alone and ends with it. Ray's servers listen on all
+interfaces whatever they are told, so token authentication is always on for it.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without GPUs keep the devices they see
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from orchestrator.errors import ClusterError
+from orchestrator.run.fleet import Fleet, LearnerHandle, SandboxHostHandle, WorkerHandle
+from orchestrator.spec import JobSpec
+from reward.domain import Domain
+from rollout_workers.worker import RolloutWorker
+from sandboxes.pool import LeaseSource, LocalProvider, SandboxHost
+from trainer.learner import Learner
+
+H = TypeVar("H")
+
+OBJECT_STORE_MB = 256
+"""Ray's shared memory on a cluster of our own: batches and transcripts are small, weights have their own segment."""
+
+
+class Cluster:
+    """A Ray cluster and the actors of one run. `async with Cluster(...) as cluster: fleet = await cluster.deploy(...)`."""
+
+    def __init__(self, run: str, scratch: Path) -> None:
+        """`scratch`: folder of this run for Ray's files and sockets; its path must stay under 50 bytes."""
+        self._run = run
+        self._scratch = scratch
+        self._actors: list[Any] = []
+        self.dashboard = ""
+
+    async def start(self) -> None:
+        """Join the cluster at `RAY_ADDRESS`, or start one. Raises `ClusterError`."""
+        await asyncio.to_thread(self._start)
+
+    def _start(self) -> None:
+        common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._run}
+        address = os.environ.get("RAY_ADDRESS")
+        try:
+            if address:
+                context = ray.init(address=address, **common)
+            else:
+                self._use_token()
+                context = ray.init(
+                    include_dashboard=True,
+                    dashboard_host="127.0.0.1",
+                    object_store_memory=OBJECT_STORE_MB << 20,
+                    _temp_dir=str(self._scratch / "ray"),
+                    **common,
+                )
+        except (RayError, OSError, ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+            where = f"at RAY_ADDRESS = {address}" if address else "on this machine"
+            raise ClusterError(f"Ray {where} did not start: {_line(error)}; run `crosstrain doctor`") from error
+        self.dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
+
+    def _use_token(self) -> None:
+        token = self._scratch / "ray-token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+    async def deploy(self, spec: JobSpec, domains: Sequence[Domain], model: Path) -> Fleet:
+        """Make the actors and wait until each answers; the engines are not started yet.
+
+        `model`: the policy's Hugging Face directory; the learner makes it first when the job names a preset.
+        """
+        threads = str(max(spec.trainer.threads, spec.sft.threads))
+        learner = self._actor(
+            Learner, LearnerHandle, num_gpus=spec.trainer.gpus, runtime_env={"env_vars": {"OMP_NUM_THREADS": threads}}
+        )(str(model), spec.policy.preset, spec.trainer, spec.sft, seed=spec.seed, run=self._run)
+        await learner.ready()
+        sandboxed = any(domain.config.environment != "single_turn" for domain in domains)
+        workers: list[WorkerHandle] = []
+        hosts: dict[str, SandboxHostHandle] = {}
+        for _ in range(spec.engine.workers):
+            worker = self._actor(_Worker, _WorkerHandle, num_gpus=spec.engine.gpus_per_worker, max_concurrency=1024)(
+                str(model), spec.engine, list(domains)
+            )
+            workers.append(worker)
+            if sandboxed:
+                node = await worker.node()
+                if node not in hosts:
+                    hosts[node] = await self._start_host(spec, node)
+                await worker.use_host(cast(_Proxy, hosts[node]).actor)
+        return Fleet(workers, learner, list(hosts.values()))
+
+    async def _start_host(self, spec: JobSpec, node: str) -> SandboxHostHandle:
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        host = self._actor(SandboxHost, SandboxHostHandle, max_concurrency=1024, scheduling_strategy=pinned)(
+            spec.sandboxes, self._run, self._scratch / "sandboxes"
+        )
+        await host.start()
+        return host
+
+    def _actor(self, plain: type, handle: type[H], **options: Any) -> Callable[..., H]:
+        """A constructor of actors of `plain`, which answer as `handle`."""
+        # No CPU is reserved: engines, trainer and sandboxes share the cores of a small machine, and a reservation that
+        # does not fit would wait for ever without a word.
+        remote = ray.remote(plain).options(num_cpus=0, max_restarts=0, **options)
+
+        def make(*args: Any, **kwargs: Any) -> H:
+            actor = remote.remote(*args, **kwargs)
+            self._actors.append(actor)
+            return cast(H, _Proxy(actor))
+
+        return make
+
+    async def close(self) -> None:
+        """End the actors, each by its own clean-up first, then the cluster when it is ours. Idempotent."""
+        await asyncio.gather(*(self._end(actor) for actor in self._actors))
+        self._actors.clear()
+        await asyncio.to_thread(ray.shutdown)
+
+    @staticmethod
+    async def _end(actor: Any) -> None:
+        try:
+            await asyncio.wait_for(actor.close.remote(), timeout=20)
+        except (RayError, TimeoutError):
+            pass  # dead or hanging: it is killed below, and the guardian looks after what it left
+        ray.kill(actor)
+
+    def keep_logs(self, target: Path) -> None:
+        """Copy the actors' logs out of the scratch folder of a cluster of our own, which ends with it."""
+        logs = self._scratch / "ray" / "session_latest" / "logs"
+        if logs.is_dir():
+            shutil.copytree(logs.resolve(), target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
+
+
+class _Worker(RolloutWorker):
+    """A rollout worker whose sandboxes come from the host actor of its node; commands go to them directly, past Ray."""
+
+    async def node(self) -> str:
+        """Id of the node that the actor runs on."""
+        return ray.get_runtime_context().get_node_id()
+
+    async def use_host(self, actor: Any) -> None:
+        """Take leases from this host actor."""
+        self.use_sandboxes(LocalProvider(cast(LeaseSource, _Proxy(actor))))
+
+
+class _WorkerHandle(WorkerHandle, Protocol):
+    """What only workers in a cluster answer."""
+
+    async def node(self) -> str: ...
+    async def use_host(self, actor: Any) -> None: ...
+
+
+class _Proxy:
+    """Calls the methods of an actor as coroutines that raise what was raised there."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await getattr(self.actor, method).remote(*args, **kwargs)
+            except RayTaskError as error:
+                cause = error.cause
+                raise (cause if isinstance(cause, Exception) else ClusterError(_line(error))) from None
+            except RayActorError as error:
+                raise ClusterError(f"an actor died: {_line(error)}; its logs are in the run's folder") from error
+
+        return call
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
