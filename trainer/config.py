@@ -43,6 +43,8 @@ class TrainerConfig(BaseModel):
     """Optimiser steps a batch. Above 1 the policy ratio leaves 1 and the clip begins to act."""
     micro_tokens: int = Field(default=8192, ge=64)
     """Padded tokens of one forward and backward pass: bounds memory, changes no result."""
+    gradient_shares: bool = True
+    """Measure each tag's share of the gradient norm; costs one more copy of the gradients in memory."""
     threads: int = Field(default=1, ge=1)
     """Intra-op threads of the trainer on a CPU. One leaves the other core to the engine."""
     gpus: float = Field(default=0.0, ge=0)
