@@ -39,7 +39,7 @@ def _config(domain: str) -> DomainConfig:
 
 
 def _kind(row: dict[str, Any]) -> str:
-    return row["id"].partition("-")[2].rpartition("-")[0]
+    return row["data"]["labels"]["kind"]
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -57,7 +57,7 @@ def test_task_files_stay_small() -> None:
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_splits_share_no_instance(domain: str) -> None:
     train, held_out = _rows(domain, "train"), _rows(domain, "eval")
-    instances = [json.dumps([row["prompt"], row["data"].get("files")], sort_keys=True) for row in train + held_out]
+    instances = [json.dumps(row["data"].get("call", row["prompt"])) for row in train + held_out]
     assert len(set(instances)) == len(instances)
     assert len({row["id"] for row in train + held_out}) == len(train) + len(held_out)
     assert 200 <= len(train) <= 500
