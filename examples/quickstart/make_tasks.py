@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TRAIN_TASKS, EVAL_TASKS = 320, 80
+TRAIN_TASKS, EVAL_TASKS = 300, 80
 DOMAINS = Path(__file__).parent / "domains"
 
 LETTERS = "abcdefghklmn"
