@@ -15,7 +15,7 @@ from reward.score import Score, Status
 from reward.task import Task
 
 TOLERANCE = 1e-9
-"""Rounding allowed at either end of a range, relative to its largest magnitude."""
+"""Rounding allowed at either end of a range, relative to its width."""
 
 
 def score(
@@ -90,16 +90,12 @@ def _check_values(domain: DomainConfig, raw: Mapping[str, object]) -> dict[str, 
 def _scale(domain: DomainConfig, name: str, task: Task, value: float) -> float:
     component = domain.components[name]
     low, high = bounds(name, component, task)
-    slack = TOLERANCE * max(abs(low), abs(high))
+    slack = TOLERANCE * (high - low)
     if not low - slack <= value <= high + slack:
         raise RewardOutOfRange(
             f"domain {domain.name!r}: component {name!r} = {value:g} on task {task.id!r} is outside its declared range "
             f"[{low:g}, {high:g}]; correct `components.{name}.range` in its domain.toml, or what returns the value"
         )
-    if value >= high - slack:
-        share = 1.0
-    elif value <= low + slack:
-        share = 0.0
-    else:
-        share = (value - low) / (high - low)
+    # Snapped to the top, because passing asks for exactly that.
+    share = 1.0 if value >= high - slack else max(0.0, (value - low) / (high - low))
     return 1.0 - share if component.kind == "cost" else share
