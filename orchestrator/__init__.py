@@ -1,1 +1,4 @@
-"""Jobs: their specification, the loop that runs them, the cluster below, the command line above. Wires all other packages."""
+"""Jobs:
+
+their specification, the loop that runs them, the cluster below, the command line above. Wires all other packages.
+"""

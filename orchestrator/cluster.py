@@ -1,8 +1,8 @@
-"""Ray: the only file that imports it. Starts or joins a cluster, makes actors of the plain classes, and hides them behind
-the handles of `run/fleet.py`.
+"""Ray: the only file that imports it. Starts or joins a cluster, makes actors of the plain classes, and hides them
+behind the handles of `run/fleet.py`.
 
-Without `RAY_ADDRESS` a cluster is started on this machine for the run alone and ends with it. Ray's servers listen on all
-interfaces whatever they are told, so token authentication is always on for it.
+Without `RAY_ADDRESS` a cluster is started on this machine for the run alone and ends with it. Ray's servers listen on
+all interfaces whatever they are told, so token authentication is always on for it.
 """
 
 import asyncio
@@ -36,7 +36,10 @@ OBJECT_STORE_MB = 256
 
 
 class Cluster:
-    """A Ray cluster and the actors of one run. `async with Cluster(...) as cluster: fleet = await cluster.deploy(...)`."""
+    """A Ray cluster and the actors of one run.
+
+    `async with Cluster(...) as cluster: fleet = await cluster.deploy(...)`.
+    """
 
     def __init__(self, run: str, scratch: Path) -> None:
         """`scratch`: folder of this run for Ray's files and sockets; its path must stay under 50 bytes."""

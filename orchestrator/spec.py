@@ -91,8 +91,8 @@ def _resolve(spec: JobSpec, base: Path, source: Path) -> JobSpec:
         folder = (base / policy.path).resolve()
         if not (folder / "config.json").is_file():
             raise SpecError(
-                f"{source}: policy.path = {str(policy.path)!r} is no Hugging Face model directory (no config.json in it); "
-                'correct the path, or use preset = "tiny-moe"'
+                f"{source}: policy.path = {str(policy.path)!r} is no Hugging Face model directory, having no "
+                'config.json; correct the path, or use preset = "tiny-moe"'
             )
         policy = policy.model_copy(update={"path": folder})
     return spec.model_copy(update={"domains": tuple(domains), "policy": policy})

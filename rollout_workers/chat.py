@@ -8,7 +8,7 @@ the end of one assistant message and the beginning of the next, found by renderi
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from jinja2 import TemplateError
 
@@ -19,6 +19,39 @@ if TYPE_CHECKING:
 
 _USER = {"role": "user", "content": "question"}
 _ASSISTANT = {"role": "assistant", "content": "reply"}
+
+
+class Chat(Protocol):
+    """What an episode needs of a tokenizer; each method as in `ChatTokenizer`."""
+
+    @property
+    def eos_id(self) -> int: ...
+    def prompt_ids(self, system: str, user: str) -> tuple[int, ...]: ...
+    def observation_ids(self, text: str) -> tuple[int, ...]: ...
+    def message_ids(self, text: str) -> tuple[int, ...]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class ByteChat:
+    """Bytes as ids and no template: for playing solutions where there is no policy whose tokens would matter."""
+
+    eos_id = 256
+
+    def prompt_ids(self, system: str, user: str) -> tuple[int, ...]:
+        """The bytes of both messages."""
+        return tuple((system + user).encode())
+
+    def observation_ids(self, text: str) -> tuple[int, ...]:
+        """The bytes of the message."""
+        return tuple(text.encode())
+
+    def message_ids(self, text: str) -> tuple[int, ...]:
+        """The bytes of the message and the end token."""
+        return (*text.encode(), self.eos_id)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of bytes; the end token is dropped."""
+        return bytes(token for token in token_ids if token < self.eos_id).decode(errors="replace")
 
 
 class ChatTokenizer:

@@ -11,7 +11,7 @@ from typing import Final
 from reward.errors import DomainError
 from reward.score import Score
 from reward.task import Task
-from rollout_workers.chat import ChatTokenizer
+from rollout_workers.chat import Chat
 from rollout_workers.engines.base import Generation
 from rollout_workers.environment import EnvironmentContext
 from rollout_workers.episode import play
@@ -25,7 +25,7 @@ class _Reader:
     """Speaks the reference solution, one message a turn, in the tokens a policy would write."""
 
     task: Task
-    chat: ChatTokenizer
+    chat: Chat
 
     async def speak(self, prompt_ids: Sequence[int], *, turn: int, max_tokens: int) -> Generation:
         if turn >= len(self.task.solution):
@@ -40,7 +40,7 @@ class _Reader:
 
 
 async def demonstrate(
-    task: Task, context: EnvironmentContext, chat: ChatTokenizer, *, max_model_len: int = UNBOUNDED
+    task: Task, context: EnvironmentContext, chat: Chat, *, max_model_len: int = UNBOUNDED
 ) -> Episode:
     """The episode of the reference solution: log-probabilities 0, versions -1, and the score that it gets.
 

@@ -18,7 +18,7 @@ from reward.errors import RewardOutOfRange
 from reward.score import Score, Status
 from reward.scoring import lowest, score
 from reward.task import Task
-from rollout_workers.chat import ChatTokenizer
+from rollout_workers.chat import Chat
 from rollout_workers.engines.base import Engine, Generation
 from rollout_workers.environment import Environment, EnvironmentContext
 from rollout_workers.environments.registry import build_environment
@@ -92,7 +92,7 @@ async def run_episode(
     episode_id: str,
     context: EnvironmentContext,
     engine: Engine,
-    chat: ChatTokenizer,
+    chat: Chat,
     max_model_len: int,
     temperature: float,
     seed: int | None,
@@ -112,7 +112,7 @@ async def play(
     *,
     episode_id: str,
     context: EnvironmentContext,
-    chat: ChatTokenizer,
+    chat: Chat,
     max_model_len: int,
 ) -> Episode:
     """`run_episode` for any speaker."""
@@ -146,7 +146,7 @@ async def _play(
     speaker: Speaker,
     transcript: Transcript,
     context: EnvironmentContext,
-    chat: ChatTokenizer,
+    chat: Chat,
     max_model_len: int,
 ) -> Score:
     environment = build_environment(context)
@@ -163,7 +163,7 @@ async def _interact(
     transcript: Transcript,
     environment: Environment,
     context: EnvironmentContext,
-    chat: ChatTokenizer,
+    chat: Chat,
     max_model_len: int,
 ) -> tuple[Status, str]:
     """Turns until someone ends the episode; returns what ended it."""

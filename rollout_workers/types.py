@@ -9,7 +9,8 @@ from reward.score import Score
 class Turn:
     """One policy message and what the environment answered, as text for people and replays.
 
-    Example: `Turn(action="ls", observation="a.txt\\n", first_token=31, last_token=34, generate_s=0.02, environment_s=0.004)`.
+    Example: `Turn(action="ls", observation="a.txt\\n", first_token=31, last_token=34, generate_s=0.02,
+    environment_s=0.004)`.
     """
 
     action: str

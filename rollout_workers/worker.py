@@ -53,7 +53,9 @@ class NoSandboxes:
 
     async def acquire(self, *, timeout_s: float) -> Sandbox:
         """Always raises `NoCapacity`."""
-        raise NoCapacity("this worker was given no sandboxes; an environment of kind `single_turn` must not ask for one")
+        raise NoCapacity(
+            "this worker was given no sandboxes; an environment of kind `single_turn` must not ask for one"
+        )
 
     async def release(self, sandbox: Sandbox) -> None:
         """Nothing was acquired."""
@@ -78,20 +80,7 @@ class RolloutWorker:
         model: str,
         config: EngineConfig,
         domains: Sequence[Domain],
-        make_engine: class NoSandboxes:
-    """The source of sandboxes of a job none of whose domains needs one."""
-
-    latencies = Latencies()
-
-    async def acquire(self, *, timeout_s: float) -> Sandbox:
-        """Always raises `NoCapacity`."""
-        raise NoCapacity("this worker was given no sandboxes; an environment of kind `single_turn` must not ask for one")
-
-    async def release(self, sandbox: Sandbox) -> None:
-        """Nothing was acquired."""
-
-
-EngineFactory = vllm_engine,
+        make_engine: EngineFactory = vllm_engine,
     ) -> None:
         """`model`: Hugging Face directory of the policy's architecture, tokenizer and initial weights."""
         self._model = model
@@ -157,8 +146,9 @@ EngineFactory = vllm_engine,
             await self._verifiers.close()
 
     async def _run_one(self, request: GroupRequest, index: int) -> Episode:
+        attempt = 0
         async with self._slots:
-            for attempt in range(request.retries + 1):
+            while True:
                 episode = await run_episode(
                     request.task,
                     episode_id=f"{request.id}.{index}",
@@ -169,9 +159,9 @@ EngineFactory = vllm_engine,
                     temperature=request.temperature,
                     seed=request.seed + index + attempt * request.size,
                 )
-                if episode.score.status is not Status.INFRA_ERROR:
-                    break
-        return episode
+                if episode.score.status is not Status.INFRA_ERROR or attempt == request.retries:
+                    return episode
+                attempt += 1
 
     def _context(self, domain: str) -> EnvironmentContext:
         assert self._verifiers is not None, "prepare() comes first"

@@ -47,9 +47,7 @@ class StepOutcome:
 class Learner:
     """Owns the policy that is trained. `sft` (any number of calls), then `begin_rl` or `restore`, then `train`."""
 
-    def __init__(
-        self, model: str, preset: str, config: TrainerConfig, sft: SftConfig, *, seed: int, run: str
-    ) -> None:
+    def __init__(self, model: str, preset: str, config: TrainerConfig, sft: SftConfig, *, seed: int, run: str) -> None:
         """`model`: Hugging Face directory to start from; made first, unless it is there, when a `preset` is named.
 
         `run`: id of the run, part of the shared segments' names. Raises PolicyError.
@@ -84,7 +82,9 @@ class Learner:
         metrics = []
         for step in range(first, first + steps):
             draw = Random(f"{self._seed}/sft/{step}")  # noqa: S311 (no secret)
-            metrics.append(self._stage.sft_step([row for rows in by_tag.values() for row in draw.choices(rows, k=each)]))
+            metrics.append(
+                self._stage.sft_step([row for rows in by_tag.values() for row in draw.choices(rows, k=each)])
+            )
         return metrics
 
     def begin_rl(self, start: Path, probe: Sequence[Sequence[int]]) -> Published:

@@ -53,7 +53,9 @@ def run(
 
     spec = load_spec(job)
     console = Console(stderr=output is Output.JSON)
-    console.print(f"crosstrain: job {spec.name}, {len(spec.domains)} domains, {spec.rl.updates} updates", highlight=False)
+    console.print(
+        f"crosstrain: job {spec.name}, {len(spec.domains)} domains, {spec.rl.updates} updates", highlight=False
+    )
     from orchestrator.cli.report import print_report
     from orchestrator.run.job import JobRun
 
@@ -71,7 +73,10 @@ def run(
 
 
 def _run_until_signal(work: Coroutine[Any, Any, T]) -> T | None:
-    """Run to the end; None when SIGINT or SIGTERM ended it, after the work's own clean-up. A second signal changes nothing."""
+    """Run to the end; None when SIGINT or SIGTERM ended it, after the work's own clean-up.
+
+    A second signal changes nothing.
+    """
 
     async def guarded() -> T | None:
         task = asyncio.ensure_future(work)
@@ -123,7 +128,9 @@ def models_init(
     from trainer.policy import Preset, init_policy
 
     init_policy(cast(Preset, preset), path, seed)
-    typer.echo(json.dumps({"path": str(path), "preset": preset}) if output is Output.JSON else f"made {preset} in {path}")
+    typer.echo(
+        json.dumps({"path": str(path), "preset": preset}) if output is Output.JSON else f"made {preset} in {path}"
+    )
     return 0
 
 

@@ -50,4 +50,10 @@ def sentence(error: BaseException) -> str:
 def _ours(error: BaseException) -> bool:
     """Whether the message was written for people: our error trees, and what the operating system says of a file."""
     package = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or package in ("orchestrator", "rollout_workers", "sandboxes", "reward", "trainer")
+    return isinstance(error, OSError) or package in (
+        "orchestrator",
+        "rollout_workers",
+        "sandboxes",
+        "reward",
+        "trainer",
+    )

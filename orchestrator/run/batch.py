@@ -1,4 +1,7 @@
-"""From the finished groups of a batch to the trainer's samples: credit goes in here, and the trainer stays blind to it."""
+"""From the finished groups of a batch to the trainer's samples:
+
+credit goes in here, and the trainer stays blind to it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +75,10 @@ class BatchBuilder:
         return BuiltBatch(
             tuple(samples),
             {name: self._figures(name, members, advantages[name]) for name, members in groups.items()},
-            max((_age(episode, version) for members in groups.values() for group in members for episode in group), default=0),
+            max(
+                (_age(episode, version) for members in groups.values() for group in members for episode in group),
+                default=0,
+            ),
         )
 
     def _figures(

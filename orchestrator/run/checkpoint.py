@@ -4,8 +4,8 @@
         trainer/      weights (Hugging Face format), optimiser, step, RNG: written by the learner
         state.json    sampler, normaliser, baseline, counters: everything else the loop goes on from
 
-Groups in flight are not saved. The sampler's state is the one from before the next batch was planned, so a resumed run plans
-that batch again and skips no task.
+Groups in flight are not saved. The sampler's state is the one from before the next batch was planned, so a resumed
+run plans that batch again and skips no task.
 """
 
 import json
@@ -40,7 +40,9 @@ class Checkpoints:
                 await learner.save(partial / TRAINER)
                 (partial / STATE).write_text(json.dumps({"version": version, **finite(state)}), encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"{target}: cannot be written ({error.strerror}); free space, then use --resume") from error
+            raise CheckpointError(
+                f"{target}: cannot be written ({error.strerror}); free space, then use --resume"
+            ) from error
         for old in self._whole()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return target
@@ -57,7 +59,9 @@ class Checkpoints:
         try:
             return path / TRAINER, json.loads((path / STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({error}); remove it to go on from the one before") from error
+            raise CheckpointError(
+                f"{path}: cannot be read ({error}); remove it to go on from the one before"
+            ) from error
 
     def _whole(self) -> list[Path]:
         """Complete checkpoints, oldest first. Unfinished ones have another name until they are whole."""

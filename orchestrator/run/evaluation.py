@@ -53,7 +53,12 @@ class Delta:
 
 
 async def evaluate(
-    workers: Sequence[WorkerHandle], tasks: Mapping[str, Sequence[Task]], *, temperature: float, retries: int, label: str
+    workers: Sequence[WorkerHandle],
+    tasks: Mapping[str, Sequence[Task]],
+    *,
+    temperature: float,
+    retries: int,
+    label: str,
 ) -> dict[str, DomainScores]:
     """Play every task once, spread over the workers. `label` names the measurement in episode ids."""
 

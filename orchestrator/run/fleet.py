@@ -1,4 +1,7 @@
-"""What the loop needs of the processes below it. `orchestrator/cluster.py` provides it with Ray actors, tests without."""
+"""What the loop needs of the processes below it.
+
+`orchestrator/cluster.py` provides it with Ray actors, tests without.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

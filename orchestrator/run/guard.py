@@ -17,7 +17,10 @@ class FailureGuard:
         self._first: dict[str, str] = {}
 
     def observe(self, episodes: Sequence[Episode]) -> None:
-        """Take note of finished episodes. Raises `DomainFailing` with the domain's name and the first error of the row."""
+        """Take note of finished episodes.
+
+        Raises `DomainFailing` with the domain's name and the first error of the row.
+        """
         for episode in episodes:
             if episode.score.status is not Status.INFRA_ERROR:
                 self._row.pop(episode.domain, None)

@@ -1,20 +1,19 @@
-"""A run of a job from its specification to its report: set-up, warm start, baseline, reinforcement learning, measurement.
+"""A run of a job from its specification to its report: set-up, warm start, baseline, reinforcement learning,
+measurement.
 
-    runs/<id>/
-        job.json         the specification, complete
-        events.jsonl     what happened; metrics.jsonl: one line an update
-        initial/         the policy that a preset made; start/: the policy after the warm start
-        checkpoints/     see `checkpoint.py`
-        policy/          the trained policy, a Hugging Face directory
-        report.md, report.json, curves.png
-        logs/            logs of the actors, kept when the run failed
+runs/<id>/
+    job.json         the specification, complete
+    events.jsonl     what happened; metrics.jsonl: one line an update
+    initial/         the policy that a preset made; start/: the policy after the warm start
+    checkpoints/     see `checkpoint.py`
+    policy/          the trained policy, a Hugging Face directory
+    report.md, report.json, curves.png
+    logs/            logs of the actors, kept when the run failed
 """
 
 import asyncio
 import contextlib
 import fcntl
-import json
-import os
 import secrets
 import tempfile
 import time
@@ -63,7 +62,9 @@ class JobRun:
         self._console = console
         self._checkpoints = Checkpoints(self.folder / "checkpoints", spec.rl.keep_checkpoints)
         self._restored = self._checkpoints.latest() if resume else None
-        weights = {d.name: entry.weight for d, entry in zip(self._domains, spec.domains, strict=True) if entry.weight > 0}
+        weights = {
+            d.name: entry.weight for d, entry in zip(self._domains, spec.domains, strict=True) if entry.weight > 0
+        }
         self._sampler = Sampler(
             {d.name: d.train for d in self._domains if d.name in weights},
             groups_per_batch=spec.rl.groups_per_batch,
@@ -118,16 +119,16 @@ class JobRun:
     async def _stages(self, fleet: Fleet) -> dict[str, Any]:
         spec, telemetry = self._spec, self._telemetry
         await asyncio.gather(*(worker.prepare() for worker in fleet.workers))
-        played = await demonstrations(fleet.workers, self._domains, everything=spec.sft.steps > 0 and not self._restored)
+        played = await demonstrations(
+            fleet.workers, self._domains, everything=spec.sft.steps > 0 and not self._restored
+        )
         probe = probe_sequences(played)
         async with asyncio.TaskGroup() as group:
             for worker in fleet.workers:
                 group.create_task(worker.start_engine())
             if not self._restored:
                 group.create_task(self._warm_start(fleet, played))
-        loop = RlLoop(
-            fleet, self._sampler, self._builder, telemetry, spec.rl, spec.engine, probe=probe, seed=spec.seed
-        )
+        loop = RlLoop(fleet, self._sampler, self._builder, telemetry, spec.rl, spec.engine, probe=probe, seed=spec.seed)
         version = await self._begin(fleet, loop, probe)
         watcher = asyncio.create_task(self._watch(fleet))
         try:

@@ -71,7 +71,9 @@ class LiveView:
             return f"{PHASES['sft']}: step {t.sft_done}/{t.sft_total}"
         if t.phase != "rl" or t.last is None:
             return PHASES[t.phase]
-        rates = "  ".join(f"{name} {domain.pass_rate[-1]:.2f}" for name, domain in t.domains.items() if domain.pass_rate)
+        rates = "  ".join(
+            f"{name} {domain.pass_rate[-1]:.2f}" for name, domain in t.domains.items() if domain.pass_rate
+        )
         return f"update {t.update}/{t.total_updates}  pass rate: {rates}  {_left(t)}"
 
     def render(self) -> RenderableType:
@@ -82,7 +84,11 @@ class LiveView:
             parts.append(_bar(t.sft_done, t.sft_total, f"step {t.sft_done}/{t.sft_total}"))
         if t.phase == "rl":
             done, total = t.update - t.first_update, t.total_updates - t.first_update
-            parts += [_bar(done, total, f"update {t.update}/{t.total_updates}, {_left(t)}"), self._domains(), self._figures()]
+            parts += [
+                _bar(done, total, f"update {t.update}/{t.total_updates}, {_left(t)}"),
+                self._domains(),
+                self._figures(),
+            ]
         addresses = [f"Ray dashboard {self.dashboard}"] if self.dashboard else []
         parts.append(Text("  ".join([*addresses, f"metrics {self._metrics_url}"]), style="dim"))
         return Group(*parts)

@@ -10,9 +10,9 @@
     train     takes batch k whole, its quota met exactly   unblocked by collect, and by publish of version k - 1
     publish   hands version k + 1 to every engine, probes  unblocked by train
 
-Batch k is trained by the update from version k to k + 1. Its groups start only when version k - max_staleness is served,
-so no token in it can be older than that: staleness is bounded by admission, and finished work is never thrown away. The
-weight segment has two slots; that is why train waits for publish of version k - 1.
+Batch k is trained by the update from version k to k + 1. Its groups start only when version k - max_staleness is
+served, so no token in it can be older than that: staleness is bounded by admission, and finished work is never thrown
+away. The weight segment has two slots; that is why train waits for publish of version k - 1.
 
 Every wait has the deadline `rl.stall_timeout_s` and raises `RunStalled` with the part's name when it passes. The first
 error of any loop ends the others.
@@ -25,6 +25,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rollout_workers.parity import compare
+
 from orchestrator.config import RlConfig
 from orchestrator.errors import ParityBroken, RunStalled
 from orchestrator.run.batch import BatchBuilder
@@ -35,7 +37,6 @@ from orchestrator.run.telemetry import SyncRecord, Telemetry, UpdateRecord
 from reward.score import Status
 from reward.task import Task
 from rollout_workers.config import EngineConfig
-from rollout_workers.parity import compare
 from rollout_workers.types import Episode
 from rollout_workers.worker import GroupRequest
 from trainer.learner import Published
@@ -157,7 +158,9 @@ class RlLoop:
     async def _train(self, first: int, last: int, on_update: OnUpdate) -> None:
         for index in range(first, last):
             idle_from = time.monotonic()
-            await self._until(lambda i=index: i in self._batches and self._batches[i].full, f"the groups of batch {index}")
+            await self._until(
+                lambda i=index: i in self._batches and self._batches[i].full, f"the groups of batch {index}"
+            )
             await self._until(lambda i=index: self._served >= i - 1, f"the publish of version {index - 1}")
             started = time.monotonic()
             batch = self._batches.pop(index)
@@ -240,8 +243,9 @@ class RlLoop:
         await self._within(wait(), what)
 
     async def _within(self, awaitable: Awaitable[T], what: str) -> T:
+        deadline = asyncio.timeout(self._rl.stall_timeout_s)
         try:
-            async with asyncio.timeout(self._rl.stall_timeout_s) as deadline:
+            async with deadline:
                 return await awaitable
         except TimeoutError:
             if not deadline.expired():

@@ -36,7 +36,9 @@ class TelemetryCollector(Collector):
         yield from self._processes()
 
     def _domains(self) -> Iterable[Metric]:
-        episodes = CounterMetricFamily("crosstrain_episodes", "Episodes by domain and status.", labels=["domain", "status"])
+        episodes = CounterMetricFamily(
+            "crosstrain_episodes", "Episodes by domain and status.", labels=["domain", "status"]
+        )
         generated = CounterMetricFamily("crosstrain_generated_tokens", "Policy tokens generated.", labels=["domain"])
         trained = CounterMetricFamily("crosstrain_trained_tokens", "Policy tokens in the loss.", labels=["domain"])
         series = {
@@ -79,12 +81,16 @@ class TelemetryCollector(Collector):
         yield _gauge("engine_waiting_requests", "Requests queued in engines.", sum(e.waiting for e in engines))
         yield _counter("engine_prompt_tokens", "Tokens read by engines.", sum(e.prompt_tokens for e in engines))
         yield _counter(
-            "engine_cached_prompt_tokens", "Of them, found in a prefix cache.", sum(e.cached_prompt_tokens for e in engines)
+            "engine_cached_prompt_tokens",
+            "Of them, found in a prefix cache.",
+            sum(e.cached_prompt_tokens for e in engines),
         )
         for quantile in (0.5, 0.95):
             if self._telemetry.exec_latencies.count:
                 seconds = self._telemetry.exec_latencies.quantile_ms(quantile) / 1e3
-                yield _gauge(f"sandbox_exec_p{quantile * 100:.0f}_seconds", "Duration of commands in sandboxes.", seconds)
+                yield _gauge(
+                    f"sandbox_exec_p{quantile * 100:.0f}_seconds", "Duration of commands in sandboxes.", seconds
+                )
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

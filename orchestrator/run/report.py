@@ -82,13 +82,11 @@ def write_report(folder: Path, report: Mapping[str, Any], telemetry: Telemetry) 
 def markdown(report: Mapping[str, Any]) -> str:
     """The report as a page."""
     level = f"{report['confidence']:.0%}"
-    rows = [
-        f"| {name} | {_num(d['baseline'])} | {_num(d['final'])} | {_signed(d['delta'])} | {_interval(d['delta_ci95'])} | {d['n']} |"
+    domains = [
+        f"| {name} | {_num(d['baseline'])} | {_num(d['final'])} | {_signed(d['delta'])} "
+        f"| {_signed(d['delta_ci95'][0])} … {_signed(d['delta_ci95'][1])} | {d['n']} |"
         for name, d in [*report["domains"].items(), ("**macro**", report["macro"])]
     ]
-    wall, sync, boxes = report["wall_s"], report["weight_sync"], report["sandboxes"]
-    statuses = ", ".join(f"{count} {name}" for name, count in report["episodes"].items())
-    shares = ", ".join(f"{name} {share:.2f}" for name, share in report["gradient_share"].items())
     return "\n".join(
         [
             f"# {report['run']}",
@@ -97,25 +95,36 @@ def markdown(report: Mapping[str, Any]) -> str:
             "",
             f"| domain | before | after | change | {level} interval | tasks |",
             "|---|---|---|---|---|---|",
-            *rows,
+            *domains,
             "",
             "![Pass rate of training episodes by domain](curves.png)",
             "",
             "| figure | value |",
             "|---|---|",
-            f"| wall time | set-up {_s(wall['setup'])}, warm start {_s(wall['sft'])}, RL {_s(wall['rl'])}, evaluation {_s(wall['eval'])} |",
-            f"| episodes | {statuses} |",
-            f"| tokens | {report['tokens']['generated']:,} generated, {report['tokens']['trained']:,} trained |",
-            f"| throughput | {_num(report['throughput']['episodes_per_s'], 1)} episodes/s, "
-            f"{_num(report['throughput']['generated_tokens_per_s'], 0)} generated tokens/s |",
-            f"| weight sync | {sync['count']} times, median {_ms(sync['p50_s'])}, largest log-probability gap {_num(sync['max_logprob_gap'], 7)} |",
-            f"| staleness | at most {report['staleness']['max']} versions |",
-            f"| sandboxes | {boxes['created']} made, {boxes['leaked']} leaked, exec p50 {_num(boxes['exec_p50_ms'], 1)} ms, "
-            f"p95 {_num(boxes['exec_p95_ms'], 1)} ms |",
-            f"| share in the gradient norm | {shares} |",
+            *(f"| {name} | {value} |" for name, value in _figures(report).items()),
             "",
         ]
     )
+
+
+def _figures(report: Mapping[str, Any]) -> dict[str, str]:
+    """The lower table of the page."""
+    wall, sync, boxes = report["wall_s"], report["weight_sync"], report["sandboxes"]
+    tokens, rates = report["tokens"], report["throughput"]
+    return {
+        "wall time": f"set-up {wall['setup']:.0f} s, warm start {wall['sft']:.0f} s, RL {wall['rl']:.0f} s, "
+        f"evaluation {wall['eval']:.0f} s",
+        "episodes": ", ".join(f"{count} {name}" for name, count in report["episodes"].items()),
+        "tokens": f"{tokens['generated']:,} generated, {tokens['trained']:,} trained",
+        "throughput": f"{_num(rates['episodes_per_s'], 1)} episodes/s, "
+        f"{_num(rates['generated_tokens_per_s'], 0)} generated tokens/s",
+        "weight sync": f"{sync['count']} times, median {_ms(sync['p50_s'])}, "
+        f"largest log-probability gap {_small(sync['max_logprob_gap'])}",
+        "staleness": f"at most {report['staleness']['max']} versions",
+        "sandboxes": f"{boxes['created']} made, {boxes['leaked']} leaked, "
+        f"exec p50 {_num(boxes['exec_p50_ms'], 1)} ms, p95 {_num(boxes['exec_p95_ms'], 1)} ms",
+        "share in the gradient norm": ", ".join(f"{name} {x:.2f}" for name, x in report["gradient_share"].items()),
+    }
 
 
 def draw_curves(path: Path, report: Mapping[str, Any], telemetry: Telemetry, window: int = 10) -> None:
@@ -169,13 +178,9 @@ def _signed(value: float | None) -> str:
     return "–" if value is None else f"{value:+.2f}"
 
 
-def _interval(ends: list[float | None]) -> str:
-    return f"{_signed(ends[0])} … {_signed(ends[1])}"
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:.0f} s"
-
-
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.0f} ms"
+
+
+def _small(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"

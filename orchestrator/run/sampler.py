@@ -1,10 +1,10 @@
 """Which domain and task next: exact strata by token budget.
 
-Every optimiser batch has `groups_per_batch` groups. A domain's share of them is inversely proportional to the tokens that
-one of its groups costs, so that each trained domain gets about the same number of trained tokens; the domain's *weight* acts
-in the loss (`reward/advantage.py`), not here, so a change of weight never starves a domain of data. Shares become
-integers by the method of the largest remainder with at least one group a domain, and the plan of a batch, once made, is
-met exactly: the loop trains batch k on the groups of plan k and on nothing else.
+Every optimiser batch has `groups_per_batch` groups. A domain's share of them is inversely proportional to the tokens
+that one of its groups costs, so that each trained domain gets about the same number of trained tokens; the domain's
+*weight* acts in the loss (`reward/advantage.py`), not here, so a change of weight never starves a domain of data.
+Shares become integers by the method of the largest remainder with at least one group a domain, and the plan of a
+batch, once made, is met exactly: the loop trains batch k on the groups of plan k and on nothing else.
 
 Left out of the source (token-budget strata, `n_d ∝ B / EMA(len_d)`): the budget B is given in groups instead of tokens,
 which keeps the batch's memory bounded whatever the lengths do.
@@ -98,7 +98,8 @@ class Sampler:
         queue = self._queues[domain]
         if not queue:
             queue.extend(self._tasks[domain])
-            # One generator a pass: the order is a function of seed, domain and pass, so a restored state needs no RNG state.
+            # One generator a pass: the order is a function of seed, domain and pass, so a restored state needs no RNG
+            # state.
             random.Random(f"{self._seed}/{domain}/{self._passes[domain]}").shuffle(queue)  # noqa: S311 (no secret)
             self._passes[domain] += 1
         return self._tasks[domain][queue.pop()]
@@ -113,7 +114,10 @@ class Sampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore. Tasks that left the domain since are dropped from the running pass; new ones come with the next pass."""
+        """Restore.
+
+        Tasks that left the domain since are dropped from the running pass; new ones come with the next pass.
+        """
         self._next_batch = state["next_batch"]
         self._lengths = {name: value for name, value in state["lengths"].items() if name in self._tasks}
         for name, tasks in self._tasks.items():

@@ -1,4 +1,7 @@
-"""Reference solutions: played for real, checked, imitated for a while, and kept as the sequences of the parity probe."""
+"""Reference solutions:
+
+played for real, checked, imitated for a while, and kept as the sequences of the parity probe.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -63,7 +66,9 @@ async def warm_start(
     """Imitate the demonstrations for `steps` optimiser steps."""
     rows = [Demonstration(episode.token_ids, episode.loss_mask, episode.domain) for episode in played]
     if not rows:
-        raise DomainError("[sft] asks for a warm start, but no task of any domain has a `solution`; add some, or set steps = 0")
+        raise DomainError(
+            "[sft] asks for a warm start, but no task of any domain has a `solution`; add some, or set steps = 0"
+        )
     for first in range(0, steps, CHUNK):
         progress(first, steps)
         await learner.sft(rows, first, min(CHUNK, steps - first))

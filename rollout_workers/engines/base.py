@@ -73,11 +73,15 @@ class Engine(Protocol):
         temperature: float,
         seed: int | None = None,
     ) -> Generation:
-        """Continue `prompt_ids` until the end-of-turn token or `max_tokens`. Cancelling the coroutine aborts the request."""
+        """Continue `prompt_ids` until the end-of-turn token or `max_tokens`.
+
+        Cancelling the coroutine aborts the request.
+        """
         ...
 
     async def token_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability of each token after the first given those before it, temperature 1: `len(token_ids) - 1` values.
+        """Log-probability of each token after the first given those before it, temperature 1: `len(token_ids) - 1`
+        values.
 
         Computed from the weights, never from cached prefixes: the parity probe rests on it.
         """
