@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from sandboxes.latency import Latencies
+
 WORKDIR = "/work"
 
 
@@ -49,19 +51,28 @@ class Sandbox(Protocol):
         ...
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Create or replace files, with their parent directories, owned by the sandbox user. One round trip."""
+        """Create or replace files, with their parent directories, owned by the sandbox user. One round trip.
+
+        Raises `FilesRefused` when the disk is full or a path cannot be a file.
+        """
         ...
 
     async def read_files(self, root: str = WORKDIR) -> dict[str, bytes]:
-        """All regular files below `root`, by path relative to it, in one round trip.
+        """All regular files below `root`, by path relative to it, in one round trip; none when `root` does not exist.
 
-        Symbolic links are not followed. Raises `SandboxLost` when the tree is larger than the sandbox's disk bound.
+        Symbolic links are not followed; what the sandbox user may not read is left out. Raises `FilesRefused` when the
+        tree is larger than the sandbox's disk bound.
         """
         ...
 
 
 class SandboxProvider(Protocol):
     """Leases sandboxes. `async with provider.lease() as sandbox:` returns it, reset or replaced, on every way out."""
+
+    @property
+    def latencies(self) -> Latencies:
+        """Times of all `exec` calls, as their callers saw them."""
+        ...
 
     async def acquire(self, *, timeout_s: float) -> Sandbox:
         """A clean sandbox. Raises `NoCapacity` when none is free within `timeout_s`."""

@@ -5,6 +5,7 @@ SandboxError
 ├── EngineUnavailable    no Docker engine answers
 ├── ImageBuildFailed     the base image could not be had from a registry nor built
 ├── NoCapacity           no sandbox became free before the deadline
+├── FilesRefused         files cannot be written or read (disk full, a directory in the way, a tree too large)
 └── SandboxLost          the sandbox or its agent died, or broke the protocol; the episode is an infrastructure error
 """
 
@@ -27,6 +28,10 @@ class ImageBuildFailed(SandboxError):
 
 class NoCapacity(SandboxError):
     """Every sandbox of the host stayed leased until the deadline passed."""
+
+
+class FilesRefused(SandboxError):
+    """The sandbox works, but its disk is full, a path is in use by a directory, or a tree is too large to read."""
 
 
 class SandboxLost(SandboxError):
