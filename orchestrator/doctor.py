@@ -107,7 +107,9 @@ def read_pins(lock: Path) -> dict[str, str]:
     """Names and exact versions of a requirements file; empty when there is no such file."""
     if not lock.is_file():
         return {}
-    return dict(re.findall(r"^([\w.-]+)==([^\s;\\]+)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    return dict(
+        re.findall(r"^([\w.-]+)(?:\[[^]]*\])?==([^\s;\\]+)", lock.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
 
 
 def _version(name: str) -> str | None:
