@@ -54,7 +54,7 @@ def verify(task: dict[str, Any], answer: str) -> dict[str, float]:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> list[Any]:
-    """The expression, when it is one, and its text; or nothing."""
+    """The expression and its text, or nothing."""
     _, _, text = text.rpartition("####")  # how GSM8K marks its answers
     text = text.strip()
     if _nesting(text) > DEEPEST_NESTING:
@@ -62,7 +62,8 @@ def _parse(text: str) -> list[Any]:
     delimited = _DELIMITED.search(text)
     if not delimited and len(text) <= LONGEST_FORMULA and not _WORD.search(text) and not _SEVERAL.search(text):
         text = f"${text}$"
-    return parse(text, parsing_timeout=None)  # type: ignore[arg-type]
+    found = parse(text, parsing_timeout=None)  # type: ignore[arg-type]
+    return found if found and isinstance(found[0], sympy.Basic | sympy.MatrixBase) else []
 
 
 def _nesting(text: str) -> int:

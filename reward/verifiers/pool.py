@@ -40,6 +40,7 @@ class VerifierPool:
         self._slots = asyncio.Semaphore(size)
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def grade(self, domain: Domain, task: Task, answer: str) -> dict[str, float]:
@@ -68,7 +69,7 @@ class VerifierPool:
                 if whole and not self._closed:
                     self._idle.append(worker)
                 else:  # broken, or interrupted in the middle of a frame
-                    worker.kill()
+                    self._end(worker)
         return _components(verifier, reply)
 
     async def close(self) -> None:
@@ -78,8 +79,14 @@ class VerifierPool:
         self._idle.clear()
         for worker in workers:
             worker.kill()
-        for worker in workers:
-            await worker.wait()
+        await asyncio.gather(*(worker.wait() for worker in workers), *self._ending)
+
+    def _end(self, worker: "_Worker") -> None:
+        """Kill a worker, and reap it in the background so that no caller waits."""
+        worker.kill()
+        task = asyncio.create_task(worker.wait())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
 
 class _Worker:
