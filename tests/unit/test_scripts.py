@@ -1,4 +1,4 @@
-"""What can be said about the scripts without setting up a machine: syntax, messages, and that a second start does nothing."""
+"""What can be tested of the scripts without setting up a machine: syntax, messages, and that a second start is idle."""
 
 import os
 import subprocess
