@@ -67,7 +67,7 @@ class Sandbox(Protocol):
 
 
 class SandboxProvider(Protocol):
-    """Leases sandboxes. `async with provider.lease() as sandbox:` returns it, reset or replaced, on every way out."""
+    """Leases sandboxes. Whoever acquires one releases it on every way out; it is then reset or replaced."""
 
     @property
     def latencies(self) -> Latencies:

@@ -46,7 +46,7 @@ class AgentConnection:
     """
 
     def __init__(self, socket_path: str, container: str) -> None:
-        self._socket_path = socket_path
+        self.socket_path = socket_path
         self._container = container
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
@@ -54,9 +54,9 @@ class AgentConnection:
     async def open(self) -> None:
         """Connect. Raises `SandboxLost` when nothing listens."""
         try:
-            self._streams = self._streams or await asyncio.open_unix_connection(self._socket_path)
+            self._streams = self._streams or await asyncio.open_unix_connection(self.socket_path)
         except OSError as error:
-            raise self._lost(f"nothing listens on {self._socket_path}: {error.strerror}") from None
+            raise self._lost(f"nothing listens on {self.socket_path}: {error.strerror}") from None
 
     async def request(
         self, header: dict[str, Any], *blobs: bytes, timeout_s: float

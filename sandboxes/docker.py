@@ -66,7 +66,7 @@ class DockerEngine:
         """Raises `EngineUnavailable` when no engine answers."""
         return cls(await _in_thread(_client))
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections to the engine."""
         self._client.close()
 

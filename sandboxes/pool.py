@@ -69,7 +69,6 @@ class PoolStats:
 @dataclass(slots=True)
 class _Member:
     name: str
-    directory: Path
     connection: AgentConnection
     replace_after: float
     executed: int = 0
@@ -86,7 +85,8 @@ class SandboxHost:
         self._engine: DockerEngine | None = None
         self._idle: asyncio.Queue[_Member | None] = asyncio.Queue()
         self._leased: dict[str, _Member] = {}
-        self._names: set[str] = set()
+        self._connections: dict[str, AgentConnection] = {}
+        """By name of container: every one that may exist."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(STARTING_AT_ONCE)
         self._closing = asyncio.Event()
@@ -118,8 +118,8 @@ class SandboxHost:
         least = 3 * config.disk_mb + SHM_MB + 16
         if config.memory_mb < least:
             raise SandboxConfigError(
-                f"sandboxes.memory_mb = {config.memory_mb} is too small for sandboxes.disk_mb = {config.disk_mb}, since "
-                f"files count as memory: make it at least {least}"
+                f"sandboxes.memory_mb = {config.memory_mb} is too small for sandboxes.disk_mb = {config.disk_mb}: "
+                f"files count as memory, so make it at least {least}"
             )
         path = str(self._root / secrets.token_hex(4) / SOCKET)
         if len(path.encode()) > LONGEST_SOCKET_PATH:
@@ -151,7 +151,7 @@ class SandboxHost:
             lease = Lease(
                 id=secrets.token_hex(8),
                 container=member.name,
-                socket_path=str(member.directory / SOCKET),
+                socket_path=member.connection.socket_path,
                 command_timeout_s=self._config.command_timeout_s,
                 output_bytes=self._config.output_bytes,
                 disk_bytes=self._config.disk_mb << 20,
@@ -201,22 +201,14 @@ class SandboxHost:
         await asyncio.gather(*self._tasks)
         if self._first is not None and self._first.done() and not self._first.cancelled():
             self._first.exception()  # seen by `start`, or of no interest any more
-        for member in (*self._leased.values(), *self._drain_idle()):
-            member.connection.close()
         self._leased.clear()
-        await asyncio.gather(*(self._discard(name) for name in tuple(self._names)))
-        self._engine.close()
+        while not self._idle.empty():
+            self._idle.get_nowait()
+        await asyncio.gather(*map(self._discard, tuple(self._connections)))
+        await self._engine.aclose()
         self._engine = None
         if self._root.is_dir() and not any(self._root.iterdir()):
             self._root.rmdir()
-
-    def _drain_idle(self) -> list[_Member]:
-        found = []
-        while not self._idle.empty():
-            member = self._idle.get_nowait()
-            if member is not None:
-                found.append(member)
-        return found
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -266,20 +258,20 @@ class SandboxHost:
             DEADLINE_LABEL: str(int(time.time() + lifetime_s)),
             SOCKET_LABEL: str(directory),
         }
-        self._names.add(name)
+        connection = self._connections[name] = AgentConnection(str(directory / SOCKET), name)
         self._created += 1
         try:
             directory.mkdir()
             directory.chmod(0o777)  # root inside may be nobody outside; the folder above is closed
             await self._engine.create(self._config, name, labels, directory)
-            connection = AgentConnection(str(directory / SOCKET), name)
             await self._await_agent(connection)
         except OSError as error:
+            await self._discard(name)
             raise SandboxError(f"cannot make {directory}: {error.strerror}") from error
         except SandboxError:
             await self._discard(name)
             raise
-        return _Member(name, directory, connection, time.monotonic() + 0.9 * lifetime_s)
+        return _Member(name, connection, time.monotonic() + 0.9 * lifetime_s)
 
     async def _await_agent(self, connection: AgentConnection) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
@@ -303,7 +295,6 @@ class SandboxHost:
         if time.monotonic() < member.replace_after and await self._reset(member):
             self._idle.put_nowait(member)
             return
-        member.connection.close()
         await self._discard(member.name)
         await self._fill()
 
@@ -325,12 +316,13 @@ class SandboxHost:
     async def _discard(self, name: str) -> None:
         """Remove a container and its socket. When the engine is in trouble the container is left to the reaper."""
         assert self._engine is not None
+        self._connections[name].close()
         try:
             await self._engine.remove(name)
         except SandboxError as error:
             log.warning("cannot remove sandbox %s: %s", name, error)
             return
-        self._names.discard(name)
+        del self._connections[name]
         shutil.rmtree(self._root / name.rsplit("-", 1)[1], ignore_errors=True)
 
 
