@@ -100,19 +100,19 @@ def _two_steps(rng: random.Random) -> Draft:
     a, b = rng.randint(2, 9), rng.randint(2, 9)
     inner = f"x{_OPERATIONS[first]}{a}"
     body = f"({inner}){_OPERATIONS[second]}{b}" if second == "times" else f"{inner}{_OPERATIONS[second]}{b}"
-    return _function("x", f"{first} {a} then {second} {b}", body, rng.sample(range(-50, 50), 3))
+    return _function("x", f"{first} {a} then {second} {b}", body, rng.sample(range(-50, 50), 2))
 
 
 def _affix(rng: random.Random) -> Draft:
     word = _name(rng)
     wish, body = rng.choice([(f"append {word}", f"s+'{word}'"), (f"prepend {word}", f"'{word}'+s")])
-    return _function("s", wish, body, [_name(rng) + _name(rng) for _ in range(3)])
+    return _function("s", wish, body, [_name(rng) + _name(rng) for _ in range(2)])
 
 
 def _aggregate(rng: random.Random) -> Draft:
     call = rng.choice(["sum", "max", "min", "len"])
     operation, constant = rng.choice(list(_OPERATIONS)), rng.randint(2, 29)
-    lists = [rng.sample(range(10, 60), size) for size in (2, 3, 4, 5)]
+    lists = [rng.sample(range(10, 60), size) for size in (2, 3, 4)]
     return _function("a", f"{call}, {operation} {constant}", f"{call}(a){_OPERATIONS[operation]}{constant}", lists)
 
 
