@@ -20,7 +20,7 @@ from reward.scoring import lowest, score
 from reward.task import Task
 from rollout_workers.chat import Chat
 from rollout_workers.engines.base import Engine, Generation
-from rollout_workers.environment import Environment, EnvironmentContext
+from rollout_workers.environment import Environment, EnvironmentContext, Observation
 from rollout_workers.environments.registry import build_environment
 from rollout_workers.errors import EngineConfigError, PolicyFailed
 from rollout_workers.types import Episode, Turn
@@ -186,21 +186,18 @@ async def _interact(
         generated = time.monotonic()
         transcript.write(generation)
         action = chat.decode(generation.token_ids)
-        cut = generation.finish_reason == "length"
-        failure = None
-        answer = ""
+        observation = Observation("")
         try:
-            if not cut:
-                observation = await environment.step(action)
-                answer = observation.text
+            if generation.finish_reason == "length":
+                cut = f"message {turn + 1} reached {len(generation.token_ids)} tokens and was not carried out"
+                return Status.TRUNCATED, cut
+            observation = await environment.step(action)
         except PolicyFailed as error:
-            failure = str(error)
-        last = len(transcript.token_ids)
-        transcript.turns.append(Turn(action, answer, first, last, generated - began, time.monotonic() - generated))
-        if cut:
-            return Status.TRUNCATED, f"message {turn + 1} reached {last - first} tokens and was not carried out"
-        if failure is not None:
-            return Status.POLICY_FAILURE, failure
+            return Status.POLICY_FAILURE, str(error)
+        finally:  # whatever the action did, it is on record
+            last, now = len(transcript.token_ids), time.monotonic()
+            turns = transcript.turns
+            turns.append(Turn(action, observation.text, first, last, generated - began, now - generated))
         if observation.done:
             return Status.OK, ""
         pending = chat.observation_ids(observation.text)

@@ -4,6 +4,8 @@ The working directory is kept from one command to the next; everything else of t
 ends with the command. The message `exit`, or an empty one, ends the episode.
 """
 
+import contextlib
+import shlex
 from collections.abc import Mapping
 
 from reward.builtin import TerminalData
@@ -11,6 +13,7 @@ from reward.task import Task
 from rollout_workers.environment import EnvironmentContext, Observation
 from rollout_workers.errors import PolicyFailed
 from sandboxes.base import WORKDIR, ExecResult, Sandbox
+from sandboxes.errors import FilesRefused
 
 END = ("exit", "")
 """Messages that end the episode."""
@@ -44,12 +47,15 @@ class Terminal:
         if "\0" in command:
             raise PolicyFailed("a command cannot hold a zero byte")
         sandbox = await self._ready(self._data)
-        result = await sandbox.exec(_WRAPPER + command, cwd=self._directory)
+        # Changed in the shell, not by `exec`, so that a policy that removed its directory reads so and goes on.
+        change = "" if self._directory == WORKDIR else f"cd {shlex.quote(self._directory)}\n"
+        result = await sandbox.exec(_WRAPPER + change + command)
         output, found, directory = result.stdout.rpartition(b"\0")
-        if found:
-            self._directory = directory.decode("utf-8", "surrogateescape") or WORKDIR
-        else:  # the shell was replaced or killed
+        if not found:  # the shell was replaced or killed
             output = result.stdout
+        else:
+            with contextlib.suppress(UnicodeDecodeError):
+                self._directory = directory.decode()
         return Observation(_shown(output + result.stderr, result, self._data.output_chars))
 
     async def grade(self) -> Mapping[str, float]:
@@ -57,7 +63,10 @@ class Terminal:
         assert self._data is not None, "reset() comes first"
         files = {path: text.encode() for path, text in self._data.files.items()}
         if self._sandbox is not None:
-            files = await self._sandbox.read_files()
+            try:
+                files = await self._sandbox.read_files()
+            except FilesRefused as error:
+                raise PolicyFailed(f"the files cannot be read: {error}") from error
             await self.close()
         success = all(_matches(files.get(path), text) for path, text in self._data.expect.items())
         values = {"success": float(success), "steps": float(max(1, self._turns))}
