@@ -5,6 +5,7 @@ imported: the Docker engine is asked by `docker_probe.py`, packages by their met
 `--deep`, in processes of their own, since a broken build can take its process down.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from orchestrator.docker_probe import ProbeError, ask
+from orchestrator.run.guardian import RUN_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -258,7 +260,7 @@ def check_docker() -> list[Check]:
     root = Path(info.get("DockerRootDir") or "/")
     if root.is_dir():  # not when the engine is on another machine
         checks.append(judge_disk("disk of docker", root, shutil.disk_usage(root).free))
-    return [*checks, check_image(), check_containers()]
+    return [*checks, check_image(), check_sandboxes()]
 
 
 def judge_docker(info: Mapping[str, Any], version: Mapping[str, Any]) -> Check:
@@ -306,19 +308,43 @@ def check_image() -> Check:
     return Check("sandbox image", "ok", f"{BASE_IMAGE} is current")
 
 
-def check_containers() -> Check:
-    """Sandboxes that outlived their run."""
-    entries = ask("/containers/json?" + urlencode({"all": "true", "filters": '{"label": ["crosstrain.run"]}'}))
-    return judge_containers([entry["Labels"] for entry in entries], time.time())
+def check_sandboxes() -> Check:
+    """Containers that outlived their run."""
+    try:
+        entries = ask("/containers/json?" + urlencode({"all": "true", "filters": '{"label": ["crosstrain.run"]}'}))
+    except ProbeError as error:
+        return Check("sandboxes", "fail", str(error), "see what is wrong with the Docker engine")
+    return judge_leftovers(
+        "sandboxes", [entry["Labels"]["crosstrain.run"] for entry in entries], live_runs(Path("/proc"))
+    )
 
 
-def judge_containers(labels: list[Mapping[str, str]], now: float) -> Check:
-    """The verdict on the labels of all containers of ours at a time."""
-    dead = [entry for entry in labels if float(entry.get("crosstrain.deadline", 0)) < now]
-    runs = ", ".join(sorted({entry["crosstrain.run"] for entry in dead}))
+def check_segments(folder: Path) -> Check:
+    """Weights in shared memory that outlived their run."""
+    names = [path.name for path in folder.glob("crosstrain-*-weights-*")]
+    runs = [name.removeprefix("crosstrain-").rpartition("-weights-")[0] for name in names]
+    return judge_leftovers("weight segments", runs, live_runs(Path("/proc")))
+
+
+def live_runs(proc: Path) -> set[str]:
+    """Ids of the runs that have a process on this machine, as far as we may look."""
+    mark = f"{RUN_VARIABLE}=".encode()
+    found = set()
+    for environment in proc.glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            found |= {entry for entry in environment.read_bytes().split(b"\0") if entry.startswith(mark)}
+    return {entry.removeprefix(mark).decode(errors="replace") for entry in found}
+
+
+def judge_leftovers(name: str, runs: list[str], live: set[str]) -> Check:
+    """The verdict on things that belong to `runs`, one entry a thing, when only those in `live` have processes."""
+    dead = [run for run in runs if run not in live]
     if dead:
-        return Check("sandboxes", "warn", f"{len(dead)} of dead runs ({runs})", "run `crosstrain sandboxes prune`")
-    return Check("sandboxes", "ok", f"{len(labels)} running, none left over")
+        listed = ", ".join(sorted(set(dead)))
+        return Check(
+            name, "warn", f"{len(dead)} left over from dead runs ({listed})", "run `crosstrain sandboxes prune`"
+        )
+    return Check(name, "ok", f"{len(runs)} in use, none left over")
 
 
 def check_ray_port() -> Check:
@@ -330,27 +356,3 @@ def check_ray_port() -> Check:
         except OSError:
             return Check("port", "ok", f"{RAY_DASHBOARD_PORT} is taken: Ray's dashboard takes the next free one")
     return Check("port", "ok", f"{RAY_DASHBOARD_PORT} is free for Ray's dashboard")
-
-
-def check_segments(folder: Path) -> Check:
-    """Weights in shared memory whose run is gone."""
-    segments = {path: path.name for path in folder.glob("crosstrain-*")} if folder.is_dir() else {}
-    mapped = "".join(_mapped_files()) if segments else ""
-    dead = sorted(name for path, name in segments.items() if str(path) not in mapped)
-    if dead:
-        return Check(
-            "segments",
-            "warn",
-            f"{len(dead)} of dead runs in {folder} ({', '.join(dead[:3])})",
-            "run `crosstrain sandboxes prune`",
-        )
-    return Check("segments", "ok", f"{len(segments)} in use, none left over")
-
-
-def _mapped_files() -> Iterator[str]:
-    """The memory maps of all processes that we may look into."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            yield maps.read_text(encoding="utf-8", errors="replace")
-        except OSError:  # another user's, or gone meanwhile
-            continue

@@ -1,8 +1,9 @@
 """The doctor's verdicts, and how it asks the Docker engine; the engine here is a small real server on a socket."""
 
 import json
-import mmap
+import os
 import socketserver
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from orchestrator import doctor
 from orchestrator.docker_probe import ProbeError, ask
 from orchestrator.doctor import GIB
+from orchestrator.run.guardian import RUN_VARIABLE
 
 INFO = {
     "ServerVersion": "20.10.24",
@@ -36,7 +38,7 @@ class Engine(BaseHTTPRequestHandler):
         answers = {
             "/info": INFO,
             "/version": VERSION,
-            "/containers/json": [{"Labels": {"crosstrain.run": "r1", "crosstrain.deadline": "1"}}],
+            "/containers/json": [{"Labels": {"crosstrain.run": "r1"}}],
         }
         path = self.path.partition("?")[0]
         if path == "/_ping":
@@ -113,10 +115,23 @@ def test_an_engine_without_a_limit_fails(key: str) -> None:
     assert doctor.judge_limits({**INFO, key: False}).failed
 
 
-def test_running_sandboxes_are_no_leftovers() -> None:
-    labels = {"crosstrain.run": "r1", "crosstrain.deadline": "100"}
-    assert doctor.judge_containers([labels], now=99).status == "ok"
-    assert doctor.judge_containers([labels], now=101).status == "warn"
+def test_what_belongs_to_a_live_run_is_no_leftover() -> None:
+    assert doctor.judge_leftovers("sandboxes", ["r1", "r2", "r1"], {"r1", "r2"}).status == "ok"
+    dead = doctor.judge_leftovers("sandboxes", ["r1", "r2", "r1"], {"r2"})
+    assert dead.status == "warn" and dead.found.startswith("2 ") and "(r1)" in dead.found
+
+
+def test_a_run_lives_while_it_has_a_process(tmp_path: Path) -> None:
+    (tmp_path / "crosstrain-my-run-weights-0").touch()
+    (tmp_path / "crosstrain-my-run-weights-1").touch()
+    (tmp_path / "another-programs").touch()
+    dead = doctor.check_segments(tmp_path)
+    assert dead.status == "warn" and "2 left over from dead runs (my-run)" in dead.found
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_VARIABLE: "my-run"}) as process:
+        try:
+            assert doctor.check_segments(tmp_path).status == "ok"
+        finally:
+            process.kill()
 
 
 def test_every_check_answers_and_only_a_complaint_has_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,14 +189,6 @@ def test_a_package_is_loaded_in_a_process_of_its_own() -> None:
     assert doctor.check_import("pydantic").status == "ok"
     broken = doctor.check_import("no_such_package")
     assert broken.failed and "no_such_package" in broken.found
-
-
-def test_only_unmapped_segments_are_leftovers(tmp_path: Path) -> None:
-    segment = tmp_path / "crosstrain-r1-weights-0"
-    segment.write_bytes(b"x" * 4096)
-    assert doctor.check_segments(tmp_path).status == "warn"
-    with segment.open("r+b") as file, mmap.mmap(file.fileno(), 0):
-        assert doctor.check_segments(tmp_path).status == "ok"
 
 
 def test_a_folder_that_cannot_be_written_fails() -> None:
