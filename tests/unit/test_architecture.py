@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from orchestrator.doctor import read_pins
 from orchestrator.spec import JobSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -283,3 +285,13 @@ def test_keys_of_a_job_are_few_and_deliberate() -> None:
 
 def test_every_key_says_what_it_is() -> None:
     assert not [key for key, field in keys_of(JobSpec) if not (field.description or "").strip()]
+
+
+def test_dependencies_are_explained_with_their_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    names = {re.split(r"[^\w.-]", line)[0] for line in project["dependencies"] + extras["cpu"] + extras["dev"]}
+    pins = {**read_pins(ROOT / "requirements/torch.txt"), **read_pins(ROOT / "requirements/cpu.lock")}
+    page = (ROOT / "docs/dependencies.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w.-]+) \| (\d[\w.]*) \| [^|]{3,} \| [^|]{3,} \|$", page, flags=re.MULTILINE))
+    assert rows == {name: pins[name] for name in names}
