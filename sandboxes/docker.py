@@ -100,6 +100,7 @@ class DockerEngine:
                 ["python3", "-E", "-s", "-S", "-m", "agent", str(config.lifetime_s)],
                 name=name,
                 hostname="sandbox",
+                stop_signal="SIGKILL",
                 user="0:0",
                 working_dir="/crosstrain",
                 labels=labels,

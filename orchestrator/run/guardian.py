@@ -13,6 +13,7 @@ machine is looked after; containers on others end by themselves at their lifetim
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,6 +37,8 @@ QUIET_S = 0.5
 """After a pass that found something, how long until the next one looks for what was being made meanwhile."""
 PASSES = 40
 """Largest number of passes."""
+GRACE_S = 5.0
+"""How long processes of a run that ended well may take to end by themselves: Ray's do not wait for each other."""
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -66,14 +69,18 @@ class Leftovers:
         self.errors = other.errors
 
 
-def clean(run: str, paths: Sequence[Path] = (), *, passes: int = 1) -> Leftovers:
+def clean(run: str, paths: Sequence[Path] = (), *, passes: int = 1, grace_s: float = 0.0) -> Leftovers:
     """Remove what belongs to a run on this machine: processes, containers, shared memory, then `paths`.
 
-    Repeats until a pass finds nothing, `passes` times at least: an engine call in flight may still make a container.
+    Processes have `grace_s` seconds to end by themselves. Repeats until a pass finds nothing, `passes` times at least: an
+    engine call in flight may still make a container.
     """
     if not _RUN.fullmatch(run):
         raise ValueError(f"run id {run!r} may have letters, digits, dots, dashes and underscores only")
     total = Leftovers()
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline and _marked(run):
+        time.sleep(0.05)
     for number in range(1, PASSES + 1):
         found = Leftovers(processes=_kill_processes(run), shared_memory=_remove_shared_memory(run))
         _remove_containers(run, found)
@@ -89,12 +96,8 @@ def clean(run: str, paths: Sequence[Path] = (), *, passes: int = 1) -> Leftovers
 
 
 def _kill_processes(run: str) -> list[str]:
-    """End processes started with `RUN_VARIABLE=run`, except this one and its ancestors."""
-    spared = set(_ancestors())
     killed = []
     for pid in _marked(run):
-        if pid in spared:
-            continue
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             os.kill(pid, signal.SIGKILL)
@@ -102,13 +105,16 @@ def _kill_processes(run: str) -> list[str]:
     return killed
 
 
-def _marked(run: str) -> Iterator[int]:
+def _marked(run: str) -> list[int]:
+    """Processes started with `RUN_VARIABLE=run`, except this one and its ancestors."""
+    marked = set()
     wanted = f"{RUN_VARIABLE}={run}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else; zombies have no environment
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    yield int(entry.name)
+                    marked.add(int(entry.name))
+    return sorted(marked.difference(_ancestors()))
 
 
 def _ancestors() -> Iterator[int]:
@@ -132,7 +138,9 @@ def _remove_containers(run: str, found: Leftovers) -> None:
     from sandboxes.reaper import reap
 
     try:
-        found.containers = [container.name for container in asyncio.run(reap(run))]
+        # A thread of its own, because the caller's may have a running event loop.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            found.containers = [container.name for container in thread.submit(asyncio.run, reap(run)).result()]
     except EngineUnavailable:
         return  # without an engine there are no containers
     except SandboxError as error:
@@ -140,7 +148,7 @@ def _remove_containers(run: str, found: Leftovers) -> None:
 
 
 class Guardian:
-    """The driver's side. Enter it first, leave it last; not inside a running event loop's callbacks."""
+    """The driver's side. Enter it first and leave it last."""
 
     def __init__(self, run: str, paths: Sequence[Path] = ()) -> None:
         """`paths`: temporary folders and files that nobody needs after the run."""
@@ -152,10 +160,10 @@ class Guardian:
 
     def __enter__(self) -> Self:
         environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         # Popen keeps our end of the pipe from being inherited by whatever the driver starts.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.run.guardian"],
+            [sys.executable, "-P", "-m", "orchestrator.run.guardian"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -170,7 +178,7 @@ class Guardian:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None and self._process.stdin is not None
-        self.leftovers = clean(self._run, self._paths)
+        self.leftovers = clean(self._run, self._paths, grace_s=GRACE_S)
         self._say("done\n")
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

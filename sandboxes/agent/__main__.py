@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from .command import CANNOT_RUN, CHUNK, Command
-from .files import WRITABLE, Refused, as_user, read_files, wipe, write_file
+from .files import USER, WRITABLE, Refused, as_user, read_files, wipe, write_file
 from .wire import receive, send
 
 SOCKET = "/crosstrain/socket/agent.sock"
@@ -211,12 +211,20 @@ class Agent:
 
 
 def main(lifetime_s: float) -> None:
-    """Serve until `lifetime_s` has passed or the container is stopped. Process 1 has no default signal actions."""
-    for number in (signal.SIGALRM, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(0))
-    signal.setitimer(signal.ITIMER_REAL, lifetime_s)
+    """Serve until `lifetime_s` has passed. Process 1 ignores every signal from inside that it has no handler for."""
+    end = time.monotonic() + lifetime_s
+
+    def end_at_lifetime(*_: object) -> None:
+        if time.monotonic() >= end:  # while a command is being started, the sandbox user may send signals
+            os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, end_at_lifetime)
+    signal.setitimer(signal.ITIMER_REAL, lifetime_s, 1.0)
+    os.setgroups([])
+    os.setresgid(USER, USER, USER)
     os.umask(0o022)
-    gc.disable()  # a collection would copy the pages that forked children share; `on_reset` collects
+    gc.disable()  # what a request makes is freed by counting; `on_reset` collects the rest
     gc.freeze()
     Agent().serve()
 

@@ -6,9 +6,8 @@ import select
 import signal
 import time
 from collections.abc import Mapping
-from typing import NoReturn
 
-from .files import USER, WORKDIR
+from .files import USER, WORKDIR, as_user
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -43,9 +42,15 @@ class Bounded:
 
 
 class Command:
-    """A running bash and our ends of its pipes. Raises `OSError` or `ValueError` when it cannot be started."""
+    """A running bash and our ends of its pipes. Raises `OSError` or `ValueError` when it cannot be started.
+
+    It starts by `posix_spawn`, which copies no page tables and so takes a third of the time of a fork. What a spawned
+    child cannot do for itself, the agent is for that moment: in the command's directory, first in line for the
+    out-of-memory killer, and with the sandbox user's real id, which the child makes its effective one.
+    """
 
     def __init__(self, text: str, cwd: str, env: Mapping[str, str], stdin: bytes | bytearray, bound: int) -> None:
+        self.began = time.monotonic()
         environment = {os.fsencode(k): os.fsencode(v) for k, v in {**ENVIRONMENT, **env}.items()}
         argv = [b"bash", b"-c", os.fsencode(text)]
         directory = os.fsencode(os.path.join(WORKDIR, cwd))
@@ -66,14 +71,11 @@ class Command:
             self.outputs = {from_stdout: self.stdout, from_stderr: self.stderr}
             """Read ends of the streams that have not ended."""
             try:
-                self.pid = os.fork()
+                self.pid = _spawn(argv, environment, directory, (reader, stdout, stderr))
             except OSError:
                 for fd in self.fds():
                     os.close(fd)
                 raise
-            if self.pid == 0:
-                _become(argv, environment, directory, (reader, stdout, stderr))
-        self.began = time.monotonic()
         self.stdin = memoryview(stdin)
         for fd in self.fds():
             os.set_blocking(fd, False)
@@ -119,23 +121,24 @@ class Command:
             self.to_stdin = -1
 
 
-def _become(argv: list[bytes], environment: dict[bytes, bytes], cwd: bytes, streams: tuple[int, int, int]) -> NoReturn:
-    """The child's way from fork to exec."""
-    try:
-        for number, fd in enumerate(streams):
-            os.dup2(fd, number)
-        os.setsid()
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        # Ahead of the agent for the out-of-memory killer, behind it for the scheduler.
-        with open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")
-        os.nice(10)
-        os.setgroups([])
-        os.setresgid(USER, USER, USER)
-        os.setresuid(USER, USER, USER)
+def _spawn(argv: list[bytes], environment: dict[bytes, bytes], cwd: bytes, streams: tuple[int, int, int]) -> int:
+    with as_user():
         os.chdir(cwd)
-        os.execve("/bin/bash", argv, environment)  # noqa: S606 - this is the shell
-    except OSError as error:
-        os.write(2, f"sandbox: cannot run the command in {os.fsdecode(cwd)}: {error.strerror}\n".encode())
-    finally:
-        os._exit(CANNOT_RUN)
+    actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(streams)]
+    with open("/proc/self/oom_score_adj", "r+b", buffering=0) as score:
+        usual = score.read()
+        score.write(b"1000")
+        os.setresuid(USER, 0, 0)
+        try:
+            return os.posix_spawn(
+                "/bin/bash",
+                argv,
+                environment,
+                file_actions=actions,
+                resetids=True,
+                setsid=True,
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+            )
+        finally:
+            os.setresuid(0, 0, 0)
+            score.write(usual)

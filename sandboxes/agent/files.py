@@ -19,13 +19,11 @@ class Refused(Exception):
 @contextlib.contextmanager
 def as_user() -> Iterator[None]:
     """What runs inside has the rights of the sandbox user and no others."""
-    os.setegid(USER)
     os.seteuid(USER)
     try:
         yield
     finally:
         os.seteuid(0)
-        os.setegid(0)
 
 
 def write_file(path: str, data: bytes | bytearray) -> None:
