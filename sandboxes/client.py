@@ -41,8 +41,7 @@ class Lease:
 class AgentConnection:
     """Requests to one agent, one after the other. Any fault but a refusal raises `SandboxLost`.
 
-    A request that is cancelled closes the connection, which tells the agent to kill what it runs; the next one opens it
-    again.
+    A request that is cancelled closes the connection, which tells the agent to kill what it runs.
     """
 
     def __init__(self, socket_path: str, container: str) -> None:
@@ -50,9 +49,12 @@ class AgentConnection:
         self._container = container
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._lock = asyncio.Lock()
+        self._ended = False
 
     async def open(self) -> None:
-        """Connect. Raises `SandboxLost` when nothing listens."""
+        """Connect. Raises `SandboxLost` when nothing listens, or after `end`."""
+        if self._ended:
+            raise self._lost("it was given back")
         try:
             self._streams = self._streams or await asyncio.open_unix_connection(self.socket_path)
         except OSError as error:
@@ -101,8 +103,13 @@ class AgentConnection:
     def _lost(self, reason: str) -> SandboxLost:
         return SandboxLost(f"sandbox {self._container} is lost: {reason}")
 
+    def end(self) -> None:
+        """Close the connection for good."""
+        self._ended = True
+        self.close()
+
     def close(self) -> None:
-        """Close the connection, which ends a command that is still running."""
+        """Close the connection, which ends a command that is still running. The next request opens it again."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
@@ -172,8 +179,8 @@ class AgentSandbox:
         return dict(zip(answer["paths"], blobs, strict=True))
 
     async def close(self) -> None:
-        """Close the connection; the lease goes on until its host ends it."""
-        self._connection.close()
+        """Close the connection for good; the lease goes on until its host ends it."""
+        self._connection.end()
 
 
 def joined(head: bytes, tail: bytes, length: int) -> tuple[bytes, bool]:

@@ -316,7 +316,7 @@ class SandboxHost:
     async def _discard(self, name: str) -> None:
         """Remove a container and its socket. When the engine is in trouble the container is left to the reaper."""
         assert self._engine is not None
-        self._connections[name].close()
+        self._connections[name].end()
         try:
             await self._engine.remove(name)
         except SandboxError as error:
