@@ -90,7 +90,7 @@ class CodeData(TaskData):
     include_prompt: bool = False
     """Whether the policy continues the prompt, so that the program is the prompt followed by its message."""
     timeout_s: float = Field(default=0.5, gt=0, le=60)
-    """CPU seconds of one test; all together may take four times as long."""
+    """CPU seconds of one test; all together may take four times as much."""
 
 
 @dataclass(frozen=True, slots=True)

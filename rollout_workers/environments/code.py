@@ -4,7 +4,6 @@ The sandbox gets the program and the tests' arguments and answers with digests o
 the expected values here (`code_harness.py` says how).
 """
 
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -15,11 +14,11 @@ from reward.errors import VerifierFailed
 from reward.task import Task
 from rollout_workers.environment import EnvironmentContext, Observation
 from rollout_workers.environments import code_harness
-from rollout_workers.environments.code_harness import WALL_FACTOR, digest
+from rollout_workers.environments.code_harness import TOTAL_WALL, digest
 from rollout_workers.errors import PolicyFailed
 
-STARTUP_S = 2.0
-"""Seconds for the interpreter to start, on top of the tests' own."""
+STARTUP_S = 5.0
+"""Seconds for the interpreter to start on a busy machine, on top of the tests' own."""
 
 _COMMAND = f"exec python3 -I -S -c {shlex.quote(Path(code_harness.__file__).read_text(encoding='utf-8'))}"
 _FENCED = re.compile(r"```[a-zA-Z0-9]*\n(.*?)```", re.DOTALL)
@@ -72,8 +71,8 @@ class Code:
         try:
             result = await sandbox.exec(
                 _COMMAND,
-                stdin=json.dumps(request).encode(),
-                timeout_s=WALL_FACTOR * data.timeout_s + STARTUP_S,
+                stdin=ascii(request).encode(),
+                timeout_s=TOTAL_WALL * data.timeout_s + STARTUP_S,
             )
         finally:
             await sandboxes.release(sandbox)
