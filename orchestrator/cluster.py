@@ -6,6 +6,7 @@ all interfaces whatever they are told, so token authentication is always on for 
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -16,6 +17,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without GPUs keep the devices they see
+if not os.environ.get("RAY_ADDRESS"):
+    os.environ["RAY_AUTH_MODE"] = "token"  # read while Ray is imported, never again
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -31,6 +34,8 @@ from trainer.learner import Learner
 
 H = TypeVar("H")
 
+TOKEN = secrets.token_hex(32)
+"""Of the clusters that this process starts: Ray reads a process's token once."""
 OBJECT_STORE_MB = 256
 """Ray's shared memory on a cluster of our own: batches and transcripts are small, weights have their own segment."""
 
@@ -73,11 +78,10 @@ class Cluster:
         self.dashboard = f"http://{context.dashboard_url}" if context.dashboard_url else ""
 
     def _use_token(self) -> None:
-        token = self._scratch / "ray-token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+        path = self._scratch / "ray-token"
+        path.touch(mode=0o600)
+        path.write_text(TOKEN)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
 
     async def deploy(self, spec: JobSpec, domains: Sequence[Domain], model: Path) -> Fleet:
         """Make the actors and wait until each answers; the engines are not started yet.
@@ -133,10 +137,9 @@ class Cluster:
 
     @staticmethod
     async def _end(actor: Any) -> None:
-        try:
+        # A dead or hanging actor is killed all the same, and the guardian looks after what it left.
+        with contextlib.suppress(RayError, TimeoutError):
             await asyncio.wait_for(actor.close.remote(), timeout=20)
-        except (RayError, TimeoutError):
-            pass  # dead or hanging: it is killed below, and the guardian looks after what it left
         ray.kill(actor)
 
     def keep_logs(self, target: Path) -> None:

@@ -27,6 +27,9 @@ from sandboxes.latency import Latencies
 VERIFIER_PROCESSES = 2
 """Enough to keep one core busy while the other waits on a pipe; graders cost milliseconds."""
 
+DEMONSTRATIONS_AT_ONCE = 32
+"""Reference solutions wait for nobody's tokens: more at once would only wait for sandboxes, against their deadlines."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
@@ -115,8 +118,10 @@ class RolloutWorker:
     async def demonstrate(self, domain: str, tasks: Sequence[Task]) -> list[Episode]:
         """Play the tasks' reference solutions through their real environments, in order."""
 
+        slots = asyncio.Semaphore(DEMONSTRATIONS_AT_ONCE)
+
         async def one(task: Task) -> Episode:
-            async with self._slots:
+            async with slots:
                 return await demonstrate(task, self._context(domain), self._require_chat())
 
         return list(await asyncio.gather(*(one(task) for task in tasks)))

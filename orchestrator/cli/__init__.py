@@ -6,9 +6,9 @@ Exit codes: 0 success, 1 failed, 2 usage or invalid input, 3 cancelled.
 import sys
 
 from orchestrator.cli.app import app
-from orchestrator.cli.failures import exit_code_of
+from orchestrator.cli.failures import guarded
 
 
 def main() -> None:
     """Entry point of `crosstrain`."""
-    sys.exit(exit_code_of(app))
+    sys.exit(guarded(app))

@@ -6,11 +6,14 @@ import signal
 from collections.abc import Coroutine
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from orchestrator.cli.failures import CANCELLED, FAILED
+
+if TYPE_CHECKING:
+    from sandboxes.docker import ContainerInfo
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ def run(
     run_id: Annotated[str, typer.Option("--run", help="Which run to resume; the latest by default.")] = "",
     runs: Annotated[Path, typer.Option("--runs", help="Folder of all runs.", envvar="CROSSTRAIN_RUNS")] = Path("runs"),
     output: OutputOption = Output.TABLE,
-) -> int:
+) -> None:
     """Run a job in the foreground. Ctrl+C stops it cleanly after a checkpoint."""
     from rich.console import Console
 
@@ -64,12 +67,11 @@ def run(
     report = _run_until_signal(job_run.execute())
     if report is None:
         console.print(f"stopped; the run is in {job_run.folder}", highlight=False)
-        return CANCELLED
+        raise typer.Exit(CANCELLED)
     if output is Output.JSON:
         typer.echo(json.dumps(report, indent=2))
     else:
         print_report(console, report, job_run.folder)
-    return 0
 
 
 def _run_until_signal(work: Coroutine[Any, Any, T]) -> T | None:
@@ -102,7 +104,7 @@ def _cancel_once(task: "asyncio.Future[Any]") -> None:
 def doctor(
     deep: Annotated[bool, typer.Option("--deep", help="Import torch and vLLM as well (slow).")] = False,
     output: OutputOption = Output.TABLE,
-) -> int:
+) -> None:
     """Check this machine and say what to do about what fails."""
     from orchestrator.cli.report import print_checks
     from orchestrator.doctor import run_checks
@@ -112,7 +114,8 @@ def doctor(
         typer.echo(json.dumps([check.as_dict() for check in checks], indent=2))
     else:
         print_checks(checks)
-    return FAILED if any(check.failed for check in checks) else 0
+    if any(check.failed for check in checks):
+        raise typer.Exit(FAILED)
 
 
 @models.command("init")
@@ -121,7 +124,7 @@ def models_init(
     preset: Annotated[str, typer.Option("--preset", help="Which policy.")] = "tiny-moe",
     seed: Annotated[int, typer.Option("--seed", help="Seed of the weights.")] = 0,
     output: OutputOption = Output.TABLE,
-) -> int:
+) -> None:
     """Make a freshly initialised policy: a Hugging Face directory with weights, tokenizer and chat template."""
     from typing import cast
 
@@ -131,47 +134,61 @@ def models_init(
     typer.echo(
         json.dumps({"path": str(path), "preset": preset}) if output is Output.JSON else f"made {preset} in {path}"
     )
-    return 0
 
 
 @sandboxes.command("build")
-def sandboxes_build(output: OutputOption = Output.TABLE) -> int:
+def sandboxes_build(output: OutputOption = Output.TABLE) -> None:
     """Make the base image of sandboxes, if it is not there as this version needs it."""
+    from sandboxes.docker import DockerEngine
     from sandboxes.image import BASE_IMAGE, ensure_base_image
 
-    asyncio.run(ensure_base_image(progress=lambda line: typer.echo(line, err=True)))
+    async def build() -> None:
+        engine = await DockerEngine.connect()
+        try:
+            await ensure_base_image(engine, progress=lambda line: typer.echo(line, err=True))
+        finally:
+            await engine.aclose()
+
+    asyncio.run(build())
     typer.echo(json.dumps({"image": BASE_IMAGE}) if output is Output.JSON else f"{BASE_IMAGE} is ready")
-    return 0
 
 
 @sandboxes.command("ps")
-def sandboxes_ps(output: OutputOption = Output.TABLE) -> int:
+def sandboxes_ps(output: OutputOption = Output.TABLE) -> None:
     """List the sandboxes of all runs on this machine."""
+    from sandboxes.reaper import containers
+
+    _print_containers(asyncio.run(containers()), output, "no sandboxes")
+
+
+@sandboxes.command("prune")
+def sandboxes_prune(
+    run: Annotated[str, typer.Option("--run", help="Remove this run's, whether it still runs or not.")] = "",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Remove sandboxes whose deadline has passed, or those of one run."""
+    from sandboxes.reaper import reap
+
+    _print_containers(asyncio.run(reap(run or None)), output, "nothing to remove")
+
+
+def _print_containers(found: "list[ContainerInfo]", output: Output, nothing: str) -> None:
     from dataclasses import asdict
 
     from orchestrator.cli.report import print_rows
-    from sandboxes.docker import DockerEngine
 
-    async def containers() -> list[dict[str, Any]]:
-        engine = await DockerEngine.connect()
-        try:
-            return [asdict(container) for container in await engine.containers()]
-        finally:
-            engine.close()
-
-    rows = asyncio.run(containers())
+    rows = [asdict(container) for container in found]
     if output is Output.JSON:
         typer.echo(json.dumps(rows, indent=2))
     else:
-        print_rows(rows, ("name", "run", "host", "state"), "no sandboxes")
-    return 0
+        print_rows(rows, ("name", "run", "host", "state"), nothing)
 
 
 @domains.command("validate")
 def domains_validate(
     folder: Annotated[Path, typer.Argument(help="Folder with a domain.toml.")],
     output: OutputOption = Output.TABLE,
-) -> int:
+) -> None:
     """Play reference solutions and empty answers of a domain in its real environment and compare their scores."""
     from orchestrator.cli.report import print_validation
     from orchestrator.validate import validate
@@ -181,4 +198,5 @@ def domains_validate(
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:
         print_validation(result)
-    return 0 if result.sound else FAILED
+    if not result.sound:
+        raise typer.Exit(FAILED)

@@ -12,23 +12,17 @@ DEBUG = "CROSSTRAIN_DEBUG"
 """Environment variable that shows tracebacks."""
 
 
-def exit_code_of(app: Callable[..., Any]) -> int:
+def guarded(app: Callable[[], Any]) -> int:
     """Run the application and return its exit code; errors of ours and the system's are told in one sentence."""
-    import click
-
     try:
-        return int(app(standalone_mode=False) or SUCCESS)
-    except click.exceptions.Exit as error:
-        return error.exit_code
-    except click.exceptions.Abort:
-        return CANCELLED
-    except click.ClickException as error:
-        error.show()
-        return INVALID
+        app()
+    except SystemExit as end:  # how typer ends, also after a usage error, which it tells itself
+        return end.code if isinstance(end.code, int) else FAILED
     except KeyboardInterrupt:
         return CANCELLED
     except Exception as error:  # noqa: BLE001 - the last stop of every error; what is not ours is shown in full
         return _tell(error)
+    return SUCCESS
 
 
 def _tell(error: Exception) -> int:

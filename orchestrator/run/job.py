@@ -14,6 +14,7 @@ runs/<id>/
 import asyncio
 import contextlib
 import fcntl
+import os
 import secrets
 import tempfile
 import time
@@ -30,7 +31,7 @@ from orchestrator.run.checkpoint import Checkpoints
 from orchestrator.run.evaluation import DomainScores, evaluate, macro_delta, paired_delta
 from orchestrator.run.events import EventLog
 from orchestrator.run.fleet import Fleet
-from orchestrator.run.guardian import Guardian
+from orchestrator.run.guardian import RUN_VARIABLE, Guardian
 from orchestrator.run.live import LiveView
 from orchestrator.run.loop import RlLoop
 from orchestrator.run.prometheus import MetricsServer
@@ -83,18 +84,19 @@ class JobRun:
             (self.folder / "job.json").write_text(self._spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
             telemetry = Telemetry([d.name for d in self._domains], log)
             metrics = stack.enter_context(MetricsServer(self._spec.metrics, telemetry))
-            scratch = Path(tempfile.mkdtemp(prefix="crosstrain-"))
-            guardian = stack.enter_context(Guardian(self.id, paths=[scratch]))
             view = LiveView(self._console, telemetry, metrics_url=metrics.url)
             view.say(f"run {self.id}")
             self._telemetry, self._view = telemetry, view
-            deltas = await self._on_cluster(Cluster(self.id, scratch))
+            scratch = Path(tempfile.mkdtemp(prefix="crosstrain-"))
+            os.environ[RUN_VARIABLE] = self.id  # marks every process started from here on as the run's
+            with Guardian(self.id, paths=[scratch]) as guardian:
+                deltas = await self._on_cluster(Cluster(self.id, scratch))
             outcome = Outcome(
                 self.id,
                 deltas,
                 macro_delta(list(deltas.values()), self._spec.evaluation.confidence),
                 self._spec.evaluation.confidence,
-                leaked=len(await asyncio.to_thread(guardian.containers)),
+                leaked=len(guardian.leftovers.containers),
             )
             report = build_report(outcome, telemetry)
             await asyncio.to_thread(write_report, self.folder, report, telemetry)
