@@ -1,8 +1,9 @@
 """Text to token ids and back, by the chat template of the policy's tokenizer.
 
 Prompts and observations are tokenised here, once. What the policy writes stays the ids that the engine produced: it is
-decoded for environments and never encoded again. An observation becomes exactly the tokens that the template puts between
-the end of one assistant message and the beginning of the next, found by rendering a conversation with and without it.
+decoded for environments and never encoded again. An observation becomes exactly the tokens that the template puts
+between the end of one assistant message and the beginning of the next, found by rendering a conversation with and
+without it.
 """
 
 import re
@@ -63,8 +64,10 @@ class ChatTokenizer:
         self._name = tokenizer if isinstance(tokenizer, str) else self._tokenizer.name_or_path or "the tokenizer"
         if not self._tokenizer.chat_template:
             raise EngineConfigError(f"model: {self._name} has no chat template; add a chat_template.jinja to it")
-        if self._tokenizer.eos_token_id is None:
+        eos_id = self._tokenizer.eos_token_id
+        if not isinstance(eos_id, int):
             raise EngineConfigError(f"model: {self._name} has no eos_token; set it in its tokenizer_config.json")
+        self._eos_id = eos_id
         special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         special.update(self._tokenizer.all_special_tokens)
         self._special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
@@ -72,7 +75,7 @@ class ChatTokenizer:
     @property
     def eos_id(self) -> int:
         """Id of the token that ends a policy message."""
-        return self._tokenizer.eos_token_id
+        return self._eos_id
 
     def prompt_ids(self, system: str, user: str) -> tuple[int, ...]:
         """Ids of the conversation's start, up to where the policy begins to write. An empty `system` is left out."""

@@ -1,7 +1,7 @@
 """The weight manifest and the segment it names: the receiving half of the contract in `docs/weight-sync.md`.
 
-Free of torch and vLLM, so that the scripted engine holds manifests to the same rules as the real one. What only the model
-can judge (names, shapes, finite values) is left to `weight_receiver.py`.
+Free of torch and vLLM, so that the scripted engine holds manifests to the same rules as the real one. What only the
+model can judge (names, shapes, finite values) is left to `weight_receiver.py`.
 """
 
 import hashlib
@@ -62,9 +62,10 @@ class WeightManifest(BaseModel):
 
 
 def map_segment(manifest: WeightManifest) -> mmap.mmap:
-    """Map the segment copy-on-write (nothing written to the mapping reaches the file) and check its size and checksum.
+    """Map the segment and check its size and checksum. Raises `WeightSyncRejected`.
 
-    The mapping has length `nbytes` and lives until the last object that refers to it is gone. Raises `WeightSyncRejected`.
+    Copy-on-write: nothing written to the mapping reaches the file. It is `nbytes` long and lives until the last object
+    that refers to it is gone.
     """
     try:
         with open(manifest.path, "rb") as file:

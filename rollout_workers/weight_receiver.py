@@ -1,14 +1,15 @@
 """Receives published weights inside the engine's process, through vLLM's weight-transfer interface.
 
-vLLM imports this module in the engine's process because `engines/vllm.py` names `WeightReceiver` as the worker extension;
-the import registers the transfer engine there. Contract: `docs/weight-sync.md`. A whole set is checked before the model is
-touched, so that a set which is refused leaves the engine as it was.
+vLLM imports this module in the engine's process because `engines/vllm.py` names `WeightReceiver` as the worker
+extension; the import registers the transfer engine there. Contract: `docs/weight-sync.md`. A whole set is checked
+before the model is touched, so that a set which is refused leaves the engine as it was.
 
-vLLM's layer-wise reload leaves two kernels on the CPU with stale or wrongly laid out copies of the weights, silently. Each
-has a repair of its own below; no checksum sees what they mend, only log-probabilities do.
+vLLM's layer-wise reload leaves two kernels on the CPU with stale or wrongly laid out copies of the weights, silently.
+Each has a repair of its own below; no checksum sees what they mend, only log-probabilities do.
 """
 
 import json
+import logging
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def check_layout(manifest: WeightManifest, expected: Shapes, optional: frozenset
 
 
 def read_tensors(manifest: WeightManifest) -> list[tuple[str, torch.Tensor]]:
-    """Map the segment and view its tensors, without a copy. Raises `WeightSyncRejected` for bytes that cannot be right."""
+    """Map the segment and view its tensors, without a copy. Raises `WeightSyncRejected` when they cannot be right."""
     segment = map_segment(manifest)
     tensors: list[tuple[str, torch.Tensor]] = []
     for entry in manifest.tensors:
@@ -105,7 +106,7 @@ def load_tensors(model: nn.Module, config: ModelConfig, tensors: list[tuple[str,
 def repack_experts(model: nn.Module) -> None:
     """Lay the experts' weights out as the CPU's grouped matrix product wants them.
 
-    The reload writes them in checkpoint order over the packed ones, since vLLM packs only when it first builds the kernel.
+    The reload writes them in checkpoint order over the packed ones: vLLM packs only when it first builds the kernel.
     """
     for layer in model.modules():
         if hasattr(layer, "w13_weight"):
@@ -115,7 +116,7 @@ def repack_experts(model: nn.Module) -> None:
 def repack_output(model: nn.Module) -> None:
     """Renew the packed copy that the output layer's matrix product holds.
 
-    A tied output layer shares the embedding's tensor, so the reload sees no weights of its own and leaves the copy stale.
+    A tied output layer shares the embedding's tensor: the reload sees no weights of its own and leaves the copy stale.
     """
     head = getattr(model, "lm_head", None)
     if isinstance(head, nn.Module) and hasattr(head, "quant_method"):
@@ -189,4 +190,10 @@ class WeightReceiver:
         return self.weight_transfer_engine.checksum
 
 
+def is_fault(record: logging.LogRecord) -> bool:
+    """Whether a record of vLLM's log is more than the news that a set of weights was refused, which the caller gets."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], WeightSyncRejected)
+
+
 WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryTransfer)
+logging.getLogger("vllm.v1.engine.core").addFilter(is_fault)

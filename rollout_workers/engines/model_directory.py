@@ -1,7 +1,7 @@
 """What a Hugging Face model directory says about serving it. Reads JSON files only: no torch, no vLLM.
 
-vLLM reports a model that does not fit from inside its own process, as a traceback. The checks here come first and say in
-one sentence which key to change.
+vLLM reports a model that does not fit from inside its own process, as a traceback. The checks here come first and say
+in one sentence which key to change.
 """
 
 import json

@@ -1,21 +1,23 @@
 """The real engine: vLLM's AsyncLLM, token ids in and out.
 
-vLLM is imported in `start`, in the process that serves and after the environment variables that it reads at import are set.
-It runs its core in a process of its own, which `close` ends for certain. How weights get in: `docs/weight-sync.md`.
+vLLM is imported in `start`, in the process that serves. It runs its core in a process of its own, which `close` ends
+for certain and whose death fails every request at once. How weights get in: `docs/weight-sync.md`.
 """
 
 import asyncio
+import itertools
 import multiprocessing
-import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.base import EngineStats, Generation, WeightUpdate
+from rollout_workers.engines.launch import last_error, surroundings
 from rollout_workers.engines.model_directory import check_servable, end_ids
 from rollout_workers.errors import EngineFailed, WeightSyncRejected
 from rollout_workers.weight_manifest import WeightManifest
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 WARM_UP_TOKENS = 8
-"""Tokens of each warm-up request: enough to run prefill and decode kernels once at full width."""
+"""Tokens of each warm-up request: enough to run the kernels of prefill and decode once at full width."""
 
 
 class VllmEngine:
@@ -41,14 +43,16 @@ class VllmEngine:
         self._model = model
         self._config = config
         self._llm: AsyncLLM | None = None
-        self._processes: list[multiprocessing.process.BaseProcess] = []
-        self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        self._failure = "the engine is not started"
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._processes: list[BaseProcess] = []
         self._end_ids: tuple[int, ...] = ()
         self._version = 0
-        self._updating = asyncio.Lock()
-        self._probes = 0
+        self._update_lock = asyncio.Lock()
+        self._update: asyncio.Task[WeightUpdate] | None = None
+        self._probe_ids = itertools.count()
         self._in_flight = 0
-        self._generated = self._prompt = self._cached = 0
+        self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
 
     @property
     def version(self) -> int:
@@ -56,26 +60,32 @@ class VllmEngine:
         return self._version
 
     async def start(self) -> None:
-        """Load the model and warm up: 10 to 20 s, most of it importing vLLM. See `Engine.start`."""
-        assert self._llm is None, "an engine starts once"
+        """See `Engine.start`. Holds up the event loop for 10 to 20 s, most of which goes into importing vLLM."""
+        assert self._directory is None, "an engine starts once"
         directory = Path(self._model)
         check_servable(directory, self._config)
         self._end_ids = end_ids(directory)
-        self._sockets = tempfile.TemporaryDirectory(prefix="crosstrain-engine-")
-        set_environment(self._config, self._sockets.name)
-        children = set(multiprocessing.active_children())
+        self._directory = tempfile.TemporaryDirectory(prefix="crosstrain-engine-")
+        before = set(multiprocessing.active_children())
         try:
-            self._llm = self._launch()
+            self._launch(self._directory.name)
         except (RuntimeError, ValueError, OSError, ImportError) as error:
-            self._processes = [child for child in multiprocessing.active_children() if child not in children]
-            await self.close()
+            cause = last_error(self._directory.name) or str(error)
             raise EngineFailed(
-                f"vLLM did not start with {self._model}: {error}; CROSSTRAIN_DEBUG=1 shows its log"
+                f"vLLM did not start with {self._model}: {cause}; CROSSTRAIN_DEBUG=1 shows its log"
             ) from error
-        self._processes = [child for child in multiprocessing.active_children() if child not in children]
-        async with self._failures() as llm:
-            await llm.update_weight_version(str(self._version))
-        await self._warm_up()
+        finally:
+            self._processes = [child for child in multiprocessing.active_children() if child not in before]
+            if self._llm is None:
+                await self.close()
+        loop = asyncio.get_running_loop()
+        for process in self._processes:
+            loop.add_reader(process.sentinel, self._on_exit, process)
+        try:
+            await self._warm_up()
+        except EngineFailed:
+            await self.close()
+            raise
 
     async def generate(
         self,
@@ -99,85 +109,94 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
         )
-        output = await self._request(prompt_ids, request_id, params)
-        completion = output.outputs[0]
-        assert completion.logprobs is not None and completion.weight_versions is not None
-        self._generated += len(completion.token_ids)
+        output = (await self._request(prompt_ids, request_id, params)).outputs[0]
+        assert output.logprobs is not None
+        assert output.weight_versions is not None
         versions: list[int] = []
-        for span in completion.weight_versions:
+        for span in output.weight_versions:
             versions += [int(span.version)] * (span.end - span.start)
+        self._generated_tokens += len(versions)
         return Generation(
-            tuple(completion.token_ids),
-            tuple(completion.logprobs.logprobs),  # type: ignore[union-attr]  # flat, as asked
+            tuple(output.token_ids),
+            tuple(output.logprobs.logprobs),  # type: ignore[union-attr]  # flat, as asked for
             tuple(versions),
-            "length" if completion.finish_reason == "length" else "stop",
+            "length" if output.finish_reason == "length" else "stop",
         )
 
     async def token_logprobs(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """See `Engine.token_logprobs`. vLLM reads no cached prefix for requests with prompt log-probabilities."""
+        """See `Engine.token_logprobs`. vLLM never reads the prefix cache for prompt log-probabilities."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             max_tokens=1,
-            temperature=1.0,
             prompt_logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._probes += 1
-        output = await self._request(token_ids, f"probe-{self._probes}", params)
+        output = await self._request(token_ids, f"probe-{next(self._probe_ids)}", params)
         assert output.prompt_logprobs is not None
-        return tuple(output.prompt_logprobs.logprobs)  # type: ignore[union-attr]  # flat, as asked
+        return tuple(output.prompt_logprobs.logprobs)  # type: ignore[union-attr]  # flat, as asked for
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> WeightUpdate:
-        """See `Engine.update_weights`. Cancelling the caller does not stop an update half-way."""
+        """See `Engine.update_weights`. An update that began is finished even when the caller is cancelled."""
         offered = WeightManifest.parse(manifest)
-        if offered.version < self._version:
-            raise WeightSyncRejected(
-                f"weights of version {offered.version} are older than {self._version}, which is served"
-            )
-        return await asyncio.shield(asyncio.ensure_future(self._apply(dict(manifest), offered)))
+        async with self._update_lock:
+            if offered.version < self._version:
+                raise WeightSyncRejected(
+                    f"weights of version {offered.version} are older than those of {self._version}, which are served"
+                )
+            self._update = task = asyncio.ensure_future(self._load(offered.version, dict(manifest)))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():  # by us, since the engine is gone
+                    raise EngineFailed(self._failure) from None
+                raise
 
     async def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
+        """See `Engine.stats`. A request's tokens count when it ends: vLLM's own statistics cost time per token."""
         running = min(self._in_flight, self._config.max_num_seqs)
-        return EngineStats(self._generated, self._prompt, self._cached, running, self._in_flight - running)
+        return EngineStats(
+            generated_tokens=self._generated_tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_tokens,
+            running=running,
+            waiting=self._in_flight - running,
+        )
 
     async def close(self) -> None:
         """See `Engine.close`. Requests in flight raise `EngineFailed`."""
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._fail("the engine is closed")
         if llm is not None:
-            from vllm.v1.engine.exceptions import EngineDeadError
-
-            llm.output_processor.propagate_error(EngineDeadError())
-            llm.shutdown(timeout=1.0)
+            llm.shutdown(timeout=0)  # an idle core ignores a polite request for seconds
         for process in self._processes:
             process.kill()
             await asyncio.to_thread(process.join)
         self._processes = []
-        if self._sockets is not None:
-            self._sockets.cleanup()
-            self._sockets = None
+        if self._directory is not None:
+            self._directory.cleanup()
 
-    def _launch(self) -> "AsyncLLM":
-        from vllm.v1.engine.async_llm import AsyncLLM
+    def _launch(self, directory: str) -> None:
+        with surroundings(self._config, directory):
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(engine_args(self._model, self._config, self.receiver))
+            self._llm = AsyncLLM.from_engine_args(engine_args(self._model, self._config, self.receiver))
 
     async def _warm_up(self) -> None:
+        """The first batch takes seconds; better now than in the first group."""
+        async with self._running() as llm:
+            await llm.update_weight_version(str(self._version))
         prompt = [self._end_ids[0]] * 16
-        await asyncio.gather(
-            self.token_logprobs(prompt),
-            *(
-                self.generate(prompt, request_id=f"warm-up-{index}", max_tokens=WARM_UP_TOKENS, temperature=1.0)
-                for index in range(self._config.max_num_seqs)
-            ),
+        requests = (
+            self.generate(prompt, request_id=f"warm-up-{index}", max_tokens=WARM_UP_TOKENS, temperature=1.0)
+            for index in range(self._config.max_num_seqs)
         )
-        self._generated = self._prompt = self._cached = 0
+        await asyncio.gather(self.token_logprobs(prompt), *requests)
+        self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
 
     async def _request(self, token_ids: Sequence[int], request_id: str, params: "SamplingParams") -> "RequestOutput":
         """Run one request to its end. vLLM aborts it when this coroutine is cancelled."""
@@ -185,62 +204,76 @@ class VllmEngine:
 
         self._in_flight += 1
         try:
-            async with self._failures() as llm:
-                async for output in llm.generate(TokensPrompt(prompt_token_ids=list(token_ids)), params, request_id):
-                    final = output
+            async with self._running() as llm:
+                prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+                (output,) = [output async for output in llm.generate(prompt, params, request_id)]
         finally:
             self._in_flight -= 1
-        self._prompt += len(token_ids)
-        self._cached += final.num_cached_tokens or 0
-        return final
+        self._prompt_tokens += len(token_ids)
+        self._cached_tokens += output.num_cached_tokens or 0
+        return output
 
-    async def _apply(self, manifest: dict[str, Any], offered: WeightManifest) -> WeightUpdate:
+    async def _load(self, version: int, manifest: dict[str, Any]) -> WeightUpdate:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        async with self._updating, self._failures() as llm:
+        async with self._running() as llm:
             began = time.perf_counter()
-            await llm.pause_generation(mode="keep", clear_cache=True)
             try:
                 await llm.start_weight_update()
-                try:
-                    await llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": manifest}))
-                except Exception as error:  # noqa: BLE001
-                    raise WeightSyncRejected(str(error)) from error
-                await llm.finish_weight_update(weight_version=str(offered.version))
-            finally:
-                await llm.resume_generation()
+                await llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": manifest}))
+            except Exception as error:
+                # vLLM hands on the text of what its process raised; the model was not touched.
+                raise WeightSyncRejected(str(error).partition("method failed: ")[2] or str(error)) from error
+            # As `llm.pause_generation` does, less a sleep of 20 ms. The cache is cleared: requests in flight go on
+            # under the new weights and compute what they have so far again.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            try:
+                await llm.finish_weight_update(weight_version=str(version))
+            except Exception as error:
+                self._update = None
+                await self.close()
+                raise EngineFailed(f"weights of version {version} were loaded in part: {error}") from error
+            await llm.resume_generation()
             seconds = time.perf_counter() - began
+            self._version = version
             (checksum,) = set(await llm.collective_rpc("loaded_checksum"))
-            self._version = offered.version
-            return WeightUpdate(offered.version, checksum, seconds)
+            return WeightUpdate(version, checksum, seconds)
 
     @asynccontextmanager
-    async def _failures(self) -> "AsyncIterator[AsyncLLM]":
+    async def _running(self) -> "AsyncIterator[AsyncLLM]":
         """The one place where vLLM's exceptions become ours."""
+        if self._llm is None:
+            raise EngineFailed(self._failure)
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if self._llm is None:
-            raise EngineFailed("the engine is not running")
         try:
             yield self._llm
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineFailed(f"vLLM: {error}") from error
+        except EngineDeadError as error:
+            raise EngineFailed(self._failure or str(error)) from error
+        except (EngineGenerateError, ValueError) as error:
+            raise EngineFailed(f"vLLM refused a request: {error.__cause__ or error}") from error
 
+    def _on_exit(self, process: BaseProcess) -> None:
+        """A process of the engine ended by itself."""
+        assert self._directory is not None
+        process.join()
+        cause = last_error(self._directory.name)
+        self._fail(f"the engine's process ended with exit code {process.exitcode}" + (f": {cause}" if cause else ""))
 
-def set_environment(config: EngineConfig, sockets: str) -> None:
-    """Set what vLLM reads from the environment, here and in the process it spawns."""
-    debug = bool(os.environ.get("CROSSTRAIN_DEBUG"))
-    os.environ.update(
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_LOGGING_LEVEL="DEBUG" if debug else "ERROR",
-        VLLM_RPC_BASE_PATH=sockets,
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",
-    )
-    if config.gpus_per_worker == 0:
-        # With multiprocessing on, the CPU platform swaps the in-process executor for one with a further process.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        # It would win over `kv_cache_memory_bytes`, and crash when empty.
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    def _fail(self, reason: str) -> None:
+        """Fail what is in flight and all that comes later."""
+        loop = asyncio.get_running_loop()
+        for process in self._processes:
+            loop.remove_reader(process.sentinel)
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self._failure = reason
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        llm.output_processor.propagate_error(EngineDeadError())
+        if self._update is not None:
+            self._update.cancel()
 
 
 def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngineArgs":
@@ -250,12 +283,12 @@ def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngine
 
     from rollout_workers.weight_receiver import SHARED_MEMORY
 
-    cpu: dict[str, Any] = {
+    on_cpu: dict[str, Any] = {
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": config.kv_cache_mb << 20,
     }
-    gpu: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
+    on_gpu: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
     return AsyncEngineArgs(
         model=model,
         dtype=config.dtype,
@@ -268,5 +301,6 @@ def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngine
         weight_transfer_config=WeightTransferConfig(backend=SHARED_MEMORY),
         worker_extension_cls=receiver,
         disable_log_stats=True,
-        **(cpu if config.gpus_per_worker == 0 else gpu),
+        use_tqdm_on_load=False,
+        **(on_cpu if config.gpus_per_worker == 0 else on_gpu),
     )
