@@ -1,7 +1,9 @@
 """Samples to padded micro-batches and optimiser minibatches.
 
-How samples are cut changes no result: every token carries its weight, and losses are sums. Order does not either: samples
-are put in a canonical order first. Shape suffixes: B sequences, T padded tokens, N trained tokens of the micro-batch.
+How samples are cut changes no result: every token carries its weight, and losses are sums. Order does not either:
+samples are put in a canonical order first.
+
+Shape suffixes: B sequences, T padded tokens, N trained tokens of the micro-batch.
 """
 
 import itertools

@@ -1,11 +1,12 @@
 """Checkpoints of the trainer: one directory, whole or not there.
 
-`policy/` is a Hugging Face directory; `trainer.pt` holds the optimiser, counters and RNG states; `manifest.json`, written
-last, holds each file's size, so that a directory that was torn by a copy or a repair of the disk is refused.
+`policy/` is a Hugging Face directory; `trainer.pt` holds the optimiser, counters and RNG states; `manifest.json`,
+written last, holds each file's size, so that a directory that was torn by a copy or a repair of the disk is refused.
 """
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,27 +36,33 @@ def write(
             (directory / _MANIFEST).write_text(json.dumps(_sizes(directory), indent=1))
     except (OSError, RuntimeError, SafetensorError, PolicyError) as error:  # torch reports a full disk as RuntimeError
         reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"No checkpoint could be written to {path} ({reason}); free space on that disk.") from error
+        raise CheckpointError(
+            f"No checkpoint could be written to {path} ({reason}); free space on that disk."
+        ) from error
 
 
 def read(path: str | os.PathLike[str], model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-    """Load the weights into `model` in place and return the state. Raises CheckpointError before anything is changed."""
+    """Load the weights into `model` in place and return the state. Raises CheckpointError with nothing changed."""
     directory = Path(path)
     try:
         expected = json.loads((directory / _MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no whole checkpoint: {_MANIFEST} is missing or torn; use an older one.") from error
+        raise CheckpointError(
+            f"{path} is no whole checkpoint: {_MANIFEST} is missing or torn; use an older one."
+        ) from error
     found = _sizes(directory)
     for name, size in expected.items():
         if found.get(name) != size:
             raise CheckpointError(f"{path} is torn: {name} has {found.get(name, 0)} of {size} bytes; use an older one.")
     try:
         state: dict[str, Any] = torch.load(directory / _STATE, map_location=device, weights_only=True)
-        saved, _ = load_policy(directory / _POLICY)
-        model.load_state_dict(saved.state_dict())
-    except (OSError, RuntimeError, ValueError) as error:
+        weights = load_policy(directory / _POLICY)[0].state_dict()
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{path} does not fit this policy ({reason}); resume with the job it came from.") from error
+        raise CheckpointError(f"{path} cannot be read ({reason}); use an older one.") from error
+    if {n: t.shape for n, t in weights.items()} != {n: t.shape for n, t in model.state_dict().items()}:
+        raise CheckpointError(f"{path} holds another architecture; resume with the model that the job began with.")
+    model.load_state_dict(weights)
     return state
 
 

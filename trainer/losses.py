@@ -1,8 +1,8 @@
 """The formulas of the loss: pure functions of log-probabilities.
 
-Shape suffixes: N trained tokens of a micro-batch, V vocabulary. Policies: π the one being trained, π_old the same before
-the batch's first optimiser step, μ the engine's, which drew the tokens, π_ref the one before reinforcement learning.
-All log-probabilities are in nats. Nothing here averages: the weights on the Sample do.
+Shape suffixes: N trained tokens of a micro-batch, V vocabulary, L layers with experts, E experts. Policies: π the one
+being trained, π_old the same before the batch's first optimiser step, μ the engine's, which drew the tokens, π_ref the
+one before reinforcement learning. All log-probabilities are in nats. Nothing here averages: a Sample's weights do.
 """
 
 import math
@@ -28,8 +28,8 @@ def clipped_ratio_loss(
     """−min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)·A) with ρ = π/π_old, shape N.
 
     PPO (Schulman et al., arXiv 1707.06347, eq. 7) with the two clips apart as in DAPO (arXiv 2503.14476, eq. 10), whose
-    higher upper clip lets unlikely tokens grow. The dual clip for A < 0 is left out: the truncated importance weight and
-    the bound on staleness already limit what one token can do.
+    higher upper clip lets unlikely tokens grow. The dual clip for A < 0 is left out: the truncated importance weight
+    and the bound on staleness already limit what one token can do.
     """
     ratio_N = (logprobs_N - old_logprobs_N).exp()
     clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -47,8 +47,10 @@ def is_clipped(
 
 
 def importance_weights(old_logprobs_N: Tensor, behaviour_logprobs_N: Tensor, cap: float) -> Tensor:
-    """min(π_old/μ, cap) without gradient, shape N: truncated importance sampling (TIS; Ionides 2008, and for engines
-    that differ from the trainer Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training").
+    """min(π_old/μ, cap) without gradient, shape N.
+
+    Truncated importance sampling (Ionides 2008); for engines that differ from the trainer: Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy training".
     """
     log_ratio_N = (old_logprobs_N - behaviour_logprobs_N).detach()
     return log_ratio_N.clamp(max=math.log(cap)).exp()

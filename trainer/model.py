@@ -28,7 +28,7 @@ class Routing:
 
 
 class PolicyModel:
-    """A causal language model on a device, in evaluation mode: dropout would make it another policy than the engine's."""
+    """A causal language model on a device, in evaluation mode: with dropout it would not be the engine's policy."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, dtype: Literal["float32", "bfloat16"]) -> None:
         self.hf = model.to(device).eval()  # type: ignore[arg-type]

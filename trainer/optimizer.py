@@ -60,7 +60,7 @@ class Optimizer:
         return norm
 
     def step(self, loss: float) -> tuple[float, float]:
-        """Apply the accumulated and banked gradients and drop them; returns their norm before clipping and the learning rate.
+        """Apply and drop all gradients, banked ones too; returns their norm before clipping and the learning rate.
 
         Raises TrainingDiverged, with nothing applied, when `loss` or the norm is not finite.
         """

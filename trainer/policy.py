@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -94,7 +94,7 @@ def load_policy(
     try:
         with _quiet():
             tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 local_files_only=True,
                 dtype=dtype,
@@ -105,6 +105,7 @@ def load_policy(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise PolicyError(f"{directory} cannot be loaded ({reason}); copy or export the model again.") from error
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise PolicyError(f"{directory} lacks weights such as {missing[0]}; copy or export the model again.")
     _require_chat(directory, tokenizer)
@@ -112,7 +113,7 @@ def load_policy(
 
 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: str | os.PathLike[str]) -> None:
-    """Write a Hugging Face directory, whole or not at all, under the architecture's checkpoint names (experts not fused).
+    """Write a Hugging Face directory, whole or not at all, under the architecture's checkpoint names (experts apart).
 
     Replaces a directory at `path`. Raises PolicyError if the disk does not take it.
     """
@@ -133,15 +134,14 @@ def _tiny_moe_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.get_vocab()[END_OF_TEXT],
+        eos_token_id=tokenizer.get_vocab()[END_OF_TURN],
         dtype="float32",
         use_cache=True,
     )

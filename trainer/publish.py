@@ -1,7 +1,7 @@
 """Weights out of the trainer into shared memory, as `docs/weight-sync.md` lays down.
 
-transformers fuses a layer's experts into one tensor; checkpoints and engines name each expert's. All of them are views of
-the trainer's parameters, found once, so that a publish is one copy and one checksum.
+transformers fuses a layer's experts into one tensor; checkpoints and engines name each expert's. All of them are views
+of the trainer's parameters, found once, so that a publish is one copy and one checksum.
 """
 
 import contextlib
@@ -24,16 +24,21 @@ _SLOTS = 2
 
 
 class Publisher:
-    """Owner of the two segments of one run. Parameters must stay where they are: the views into them are kept."""
+    """Owner of the two segments of one run. Parameters must stay where they are: views into them are kept."""
 
-    def __init__(self, model: PreTrainedModel, run: str, directory: str | os.PathLike[str] = "/dev/shm") -> None:  # noqa: S108 - the page's place
+    def __init__(self, model: PreTrainedModel, run: str, directory: str | os.PathLike[str] = "/dev/shm") -> None:  # noqa: S108 - the contract names it
+        """Find the views and make the segments. Raises PublishError for a full device or an unfit architecture."""
         self._sources = checkpoint_views(model)
         self._tensors, self._nbytes = _lay_out(self._sources)
-        self._slots = [
-            _Slot(Path(directory) / f"crosstrain-{run}-weights-{slot}", self._tensors, self._nbytes, self._sources)
-            for slot in range(_SLOTS)
-        ]
+        self._slots: list[_Slot] = []
         self._turn = 0
+        try:
+            for slot in range(_SLOTS):
+                path = Path(directory) / f"crosstrain-{run}-weights-{slot}"
+                self._slots.append(_Slot(path, self._tensors, self._nbytes, self._sources))
+        except PublishError:
+            self.close()
+            raise
 
     def publish(self, version: int) -> dict[str, Any]:
         """Copy the current weights into the next slot and return the manifest of policy version `version`."""
@@ -122,8 +127,8 @@ class _Slot:
 
     def write(self, sources: Iterable[Tensor]) -> str:
         """Copy and return the checksum of what then lies in the segment."""
-        with torch.no_grad():
-            torch._foreach_copy_(self._targets, list(sources))
+        for target, source in zip(self._targets, sources, strict=True):
+            target.copy_(source)
         return hashlib.sha256(self._memory).hexdigest()
 
     def close(self) -> None:

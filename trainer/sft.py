@@ -75,7 +75,7 @@ class SftStage:
         self._config = trainer
 
     def sft_step(self, demonstrations: Sequence[Demonstration]) -> SftMetrics:
-        """One optimiser step. Raises ValueError for a demonstration that does not fit, TrainingDiverged as the trainer does."""
+        """One optimiser step. Raises ValueError and TrainingDiverged as `Trainer.train_step` does."""
         started = time.perf_counter()
         samples = _weighted(demonstrations)
         check_samples(samples, self._policy.vocabulary, self._policy.longest)
@@ -113,7 +113,5 @@ def _weighted(demonstrations: Sequence[Demonstration]) -> list[Sample]:
         length = len(demonstration.token_ids)
         weight = 1.0 / (tags * tokens[demonstration.tag]) if tokens[demonstration.tag] else 0.0
         nothing = (0.0,) * length
-        samples.append(
-            Sample(demonstration.token_ids, demonstration.loss_mask, nothing, nothing, (weight,) * length)
-        )
+        samples.append(Sample(demonstration.token_ids, demonstration.loss_mask, nothing, nothing, (weight,) * length))
     return samples

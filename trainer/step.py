@@ -1,12 +1,12 @@
 """Samples to loss to gradient to optimiser step.
 
 The loss of a batch is Σ weight·(w·ratio loss + kl·k3), a plain sum over its trained tokens, plus the router's
-load-balancing term; the formulas are in `trainer/losses.py`. Averages, domains and credit were settled before: the trainer
-sees only numbers per token. With one minibatch π_old is π itself, so that the ratio is 1 and costs no second pass.
+load-balancing term; the formulas are in `trainer/losses.py`. Averages, domains and credit were settled before: the
+trainer sees only numbers per token. With one minibatch π_old is π itself: the ratio is 1 and costs no second pass.
 
-Left out of the papers' versions: the router's loads f come from the step before instead of this batch, because only then
-is the term a sum over tokens that micro-batches leave as it is, and loads move little in one step; the first step has f
-even, that is no router gradient.
+Left out of the papers' versions: the router's loads f come from the step before instead of this batch, because only
+then is the term a sum over tokens that micro-batches leave as it is, and loads move little in one step; the first step
+has f even, that is no router gradient.
 
 Shape suffixes: N trained tokens, L layers with experts, E experts.
 """
@@ -46,7 +46,7 @@ class Trainer:
         reference = copy.deepcopy(model).requires_grad_(False) if config.loss.kl else None
         self._policy = PolicyModel(model, torch.device(device), config.dtype)
         self._reference = PolicyModel(reference, torch.device(device), config.dtype) if reference else None
-        self._optimizer = Optimizer(
+        self.optimizer = Optimizer(
             self._policy.hf,
             warmup_then_constant(config.learning_rate, config.warmup_updates),
             config.betas,
@@ -103,7 +103,7 @@ class Trainer:
         """Write weights, optimiser, counters and RNG states to `path`, whole or not at all. Raises CheckpointError."""
         state = {
             "version": self._version,
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
             "load": self._load_LE,
             "rng": checkpoint.rng_state(),
         }
@@ -115,7 +115,7 @@ class Trainer:
         The reference policy stays the one of the model path that this trainer was made from.
         """
         state = checkpoint.read(path, self._policy.hf, self._policy.device)
-        self._optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self._load_LE = state["load"]
         self._version = state["version"]
         checkpoint.restore_rng(state["rng"])
@@ -142,8 +142,8 @@ class Trainer:
             counts += [routing.counts_LE] if routing else []
             last_of_tag = index + 1 == len(batches) or batches[index + 1].tag != batch.tag
             if self._config.gradient_shares and last_of_tag:
-                tally.tag(batch.tag).gradient_norm += self._optimizer.bank()
-        norm, tally.learning_rate = self._optimizer.step(float(total))
+                tally.tag(batch.tag).gradient_norm += self.optimizer.bank()
+        norm, tally.learning_rate = self.optimizer.step(float(total))
         tally.losses.append(float(total))
         tally.norms.append(norm)
         if counts:
