@@ -151,7 +151,7 @@ class DockerEngine:
     async def import_image(self, archive: Iterable[bytes], image: str) -> None:
         """Make an image of a tar archive of a root file system."""
         repository, _, tag = image.partition(":")
-        await _in_thread(self._client.import_image, archive, repository, tag, stream_src=True, timeout_s=600.0)
+        await _in_thread(self._client.import_image, iter(archive), repository, tag, stream_src=True, timeout_s=600.0)
 
     async def build_image(self, context: bytes, image: str, timeout_s: float) -> None:
         """Build an image from a tar archive with a Dockerfile. Raises `SandboxError` with the step that failed."""

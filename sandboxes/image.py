@@ -16,6 +16,7 @@ import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from sandboxes.apt import release_source
 from sandboxes.config import SandboxConfig
 from sandboxes.docker import RECIPE_LABEL, DockerEngine
 from sandboxes.errors import EngineUnavailable, ImageBuildFailed, SandboxConfigError, SandboxError
@@ -110,7 +111,7 @@ async def _from_packages(engine: DockerEngine, progress: Progress) -> None:
     rootfs = "crosstrain/sandbox-rootfs:" + hashlib.sha256(repr(PACKAGES).encode()).hexdigest()[:16]
     try:
         if await engine.labels(rootfs) is None:
-            async with root_filesystem(PACKAGES, progress) as folder:
+            async with root_filesystem(release_source(), PACKAGES, progress) as folder:
                 progress("importing the root file system into the Docker engine")
                 await engine.import_image(archive(folder), rootfs)
         await _add_agent(engine, rootfs, "", progress)

@@ -196,14 +196,14 @@ class SandboxHost:
         if self._engine is None:
             return
         self._closing.set()
-        for _ in range(self._waiting):
-            self._idle.put_nowait(None)
         await asyncio.gather(*self._tasks)
         if self._first is not None and self._first.done() and not self._first.cancelled():
             self._first.exception()  # seen by `start`, or of no interest any more
         self._leased.clear()
         while not self._idle.empty():
             self._idle.get_nowait()
+        for _ in range(self._waiting):
+            self._idle.put_nowait(None)
         await asyncio.gather(*map(self._discard, tuple(self._connections)))
         await self._engine.aclose()
         self._engine = None

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
-from sandboxes.apt import fetching, release_source
+from sandboxes.apt import Source, fetching
 from sandboxes.errors import ImageBuildFailed
 
 NEEDED_BYTES = 1 << 30
@@ -32,7 +32,9 @@ def scratch() -> Path:
 
 
 @contextlib.asynccontextmanager
-async def root_filesystem(packages: Sequence[str], progress: Callable[[str], None]) -> AsyncIterator[Path]:
+async def root_filesystem(
+    source: Source, packages: Sequence[str], progress: Callable[[str], None]
+) -> AsyncIterator[Path]:
     """A folder with the packages installed; it is gone afterwards, on every way out. Raises `ImageBuildFailed`.
 
     The caller holds the build lock, so whatever lies around from a build that was killed can be removed.
@@ -47,19 +49,18 @@ async def root_filesystem(packages: Sequence[str], progress: Callable[[str], Non
         options = folder / "etc/dpkg/dpkg.cfg.d/sandbox"
         os.makedirs(options.parent)
         options.write_text(DPKG_OPTIONS)
-        await _debootstrap(folder, packages, progress)
+        await _debootstrap(folder, source, packages, progress)
         os.remove(options)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _debootstrap(folder: Path, packages: Sequence[str], progress: Callable[[str], None]) -> None:
+async def _debootstrap(folder: Path, source: Source, packages: Sequence[str], progress: Callable[[str], None]) -> None:
     if os.geteuid() != 0:
         raise ImageBuildFailed("building the sandbox image from packages needs root: run `sudo scripts/setup` once")
     if shutil.which("debootstrap") is None or shutil.which("unshare") is None:
         raise ImageBuildFailed("debootstrap is missing: `apt-get install debootstrap` (scripts/setup does)")
-    source = release_source()
     how = fetching(await _output("apt-config", "dump"), os.environ)
     checks = ["--no-check-gpg"] if source.trusted else [f"--keyring={source.keyring}"] if source.keyring else []
     process = await asyncio.create_subprocess_exec(
