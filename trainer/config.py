@@ -19,7 +19,9 @@ class LossConfig(BaseModel):
     importance_cap: float = Field(default=2.0, gt=0)
     """Truncation C of the importance weight min(π_old/μ, C) between trainer and engine."""
     kl: float = Field(default=0.0, ge=0)
-    """Coefficient of the k3 estimate of KL(π‖π_ref) to the policy before reinforcement learning; 0 keeps no reference."""
+    """Coefficient of the k3 estimate of KL(π‖π_ref) to the policy before reinforcement learning; 0 keeps no
+    reference.
+    """
     router_aux: float = Field(default=1e-3, ge=0)
     """Coefficient of the MoE load-balancing loss."""
 

@@ -37,7 +37,8 @@ def test_every_trained_token_is_in_one_micro_batch_behind_its_predictor(rows: li
         assert batch.token_ids_BT.numel() <= limit
         assert bool((batch.token_ids_BT.flatten()[batch.predictors_N + 1] == batch.targets_N).all())
         assert bool(batch.valid_BT.flatten()[batch.predictors_N].all())
-        found.update(zip([batch.tag] * len(batch.targets_N), batch.targets_N.tolist(), batch.advantages_N.tolist()))
+        tokens = zip(batch.targets_N.tolist(), batch.advantages_N.tolist(), strict=True)
+        found.update((batch.tag, target, advantage) for target, advantage in tokens)
     assert found == trained(rows)
 
 

@@ -1,5 +1,6 @@
 """Policies on disk: what is written loads elsewhere, and what is unfit is named."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def test_a_shorter_conversation_is_a_prefix_of_a_longer_one() -> None:
     renders = [
         TOKENIZER(TOKENIZER.apply_chat_template(CHAT[:n], tokenize=False))["input_ids"] for n in range(1, len(CHAT) + 1)
     ]
-    for short, long in zip(renders, renders[1:], strict=False):
+    for short, long in itertools.pairwise(renders):
         assert long[: len(short)] == short
 
 
@@ -71,6 +72,7 @@ def test_tiny_moe_is_what_it_says(tiny: Path) -> None:
     assert model.generation_config is not None
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 257
     assert not model.training
+    assert model.config._experts_implementation == "grouped_mm"
 
 
 def test_the_seed_decides_the_weights_and_nothing_else(tiny: Path, tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_init_refuses_an_unknown_preset(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PolicyError, match="cannot be written to .*file/policy"):
+    with pytest.raises(PolicyError, match=r"cannot be written to .*file/policy"):
         init_policy("tiny-moe", tmp_path / "file" / "policy", seed=0)
 
 
@@ -172,5 +174,5 @@ def test_an_unfit_directory_is_named_in_one_sentence(tmp_path: Path, kind: str, 
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match="nowhere holds no config.json"):
+    with pytest.raises(PolicyError, match=r"nowhere holds no config.json"):
         load_policy(tmp_path / "nowhere")

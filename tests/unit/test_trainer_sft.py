@@ -1,5 +1,6 @@
 """The supervised stage: equal shares, the schedule, and that it learns."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_it_learns_the_demonstrations_by_heart_and_saves_them(policy: Path, tmp_
 
 
 def test_a_demonstration_that_does_not_fit_is_named(policy: Path) -> None:
-    with pytest.raises(ValueError, match="Sample 0 .*200 tokens"):
+    with pytest.raises(ValueError, match=r"Sample 0 .*200 tokens"):
         stage(policy).sft_step([Demonstration((1,) * 200, (0,) + (1,) * 199, "x")])
 
 
@@ -73,5 +74,5 @@ def test_schedule_rises_for_a_tenth_and_falls_to_a_tenth() -> None:
     rates = [warmup_then_cosine(1.0, 100)(step) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
-    assert all(later <= earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
     assert rates[-1] == pytest.approx(0.1)
