@@ -40,11 +40,12 @@ PASSES = 40
 GRACE_S = 5.0
 """How long processes of a run that ended well may take to end by themselves: Ray's do not wait for each other."""
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_BAD_RUN = "the run id {!r} may have letters, digits, dots, dashes and underscores only"
 
 
 @dataclass(slots=True)
 class Leftovers:
-    """What a clean-up had to remove."""
+    """What a clean-up had to remove. False when that was nothing but the `paths` it was told of."""
 
     processes: list[str] = field(default_factory=list)
     """Process ids and command lines."""
@@ -72,11 +73,11 @@ class Leftovers:
 def clean(run: str, paths: Sequence[Path] = (), *, passes: int = 1, grace_s: float = 0.0) -> Leftovers:
     """Remove what belongs to a run on this machine: processes, containers, shared memory, then `paths`.
 
-    Processes have `grace_s` seconds to end by themselves. Repeats until a pass finds nothing, `passes` times at least: an
-    engine call in flight may still make a container.
+    Processes have `grace_s` seconds to end by themselves. Repeats until a pass finds nothing, `passes` times at least:
+    an engine call in flight may still make a container.
     """
     if not _RUN.fullmatch(run):
-        raise ValueError(f"run id {run!r} may have letters, digits, dots, dashes and underscores only")
+        raise ValueError(_BAD_RUN.format(run))
     total = Leftovers()
     deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline and _marked(run):
@@ -158,7 +159,15 @@ class Guardian:
         self.leftovers = Leftovers()
         """After leaving: what the run itself had failed to remove. `paths` are no failure."""
 
+    @property
+    def pid(self) -> int:
+        """The guardian's process id. Only while entered."""
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> Self:
+        if not _RUN.fullmatch(self._run):
+            raise ValueError(_BAD_RUN.format(self._run))
         environment = {name: value for name, value in os.environ.items() if name != RUN_VARIABLE}
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         # Popen keeps our end of the pipe from being inherited by whatever the driver starts.
