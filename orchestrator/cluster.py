@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -41,21 +42,22 @@ OBJECT_STORE_MB = 256
 
 
 class Cluster:
-    """A Ray cluster and the actors of one run.
-
-    `async with Cluster(...) as cluster: fleet = await cluster.deploy(...)`.
-    """
+    """A Ray cluster and the actors of one run: `start`, `deploy`, and `close` on every way out."""
 
     def __init__(self, run: str, scratch: Path) -> None:
         """`scratch`: folder of this run for Ray's files and sockets; its path must stay under 50 bytes."""
         self._run = run
         self._scratch = scratch
         self._actors: list[Any] = []
+        self._starting: asyncio.Future[None] | None = None
         self.dashboard = ""
 
     async def start(self) -> None:
         """Join the cluster at `RAY_ADDRESS`, or start one. Raises `ClusterError`."""
-        await asyncio.to_thread(self._start)
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+        await asyncio.shield(self._starting)
+        # Ray puts a crash handler of its own on SIGTERM, below Python's: put ours back.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
     def _start(self) -> None:
         common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": self._run}
@@ -131,6 +133,8 @@ class Cluster:
 
     async def close(self) -> None:
         """End the actors, each by its own clean-up first, then the cluster when it is ours. Idempotent."""
+        if self._starting is not None:
+            await asyncio.wait([self._starting])  # a thread cannot be cancelled; a half-started cluster cannot be stopped
         await asyncio.gather(*(self._end(actor) for actor in self._actors))
         self._actors.clear()
         await asyncio.to_thread(ray.shutdown)
