@@ -85,7 +85,7 @@ def wipe(top: str) -> list[str]:
 
     Nested directories move up to `top` before their turn comes, so that no depth of nesting is too deep.
     """
-    moved = 0
+    moved, prefix = 0, os.path.join(top, os.urandom(16).hex())  # a name that nobody can have taken
     with contextlib.suppress(OSError):
         if os.stat(top).st_uid == os.geteuid():
             os.chmod(top, 0o755)  # noqa: S103 - as it was mounted
@@ -99,7 +99,7 @@ def wipe(top: str) -> list[str]:
                     if inner.is_dir(follow_symlinks=False):
                         os.chmod(inner.path, 0o700)
                         moved += 1
-                        os.rename(inner.path, os.path.join(top, f".wiped-{moved}"))
+                        os.rename(inner.path, f"{prefix}-{moved}")
                     else:
                         os.unlink(inner.path)
                 os.rmdir(entry.path)
