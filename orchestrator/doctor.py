@@ -6,6 +6,7 @@ imported: the Docker engine is asked by `docker_probe.py`, packages by their met
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -34,6 +35,14 @@ MIN_SHM_MIB, GOOD_SHM_MIB = 300, 1024
 MIN_DOCKER_API = (1, 41)
 """Docker 20.10, the oldest that is tested."""
 DEEP_TIMEOUT_S = 120
+NUMA = "libnuma.so.1"
+VLLM_KERNELS = """
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.rms_norm
+"""
+"""vLLM only warns when its compiled kernels do not load, and fails much later; so one is looked up."""
 
 RAY_DASHBOARD_PORT = 8265
 
@@ -68,12 +77,19 @@ class Check:
 
 def run_checks(deep: bool = False, runs: Path = Path("runs")) -> list[Check]:
     """Look at everything. `deep` imports torch and vLLM as well (up to half a minute). `runs`: where run folders go."""
-    checks = [check_python(), check_packages(ROOT / "requirements"), check_cpu(), check_gpu(), check_memory()]
+    checks = [
+        check_python(),
+        check_packages(ROOT / "requirements"),
+        check_libraries(),
+        check_cpu(),
+        check_gpu(),
+        check_memory(),
+    ]
     checks += [check_shared_memory(Path("/dev/shm")), check_disk("disk of runs", runs)]  # noqa: S108 - a file system
     checks += check_docker()
     checks += [check_ray_port(), check_segments(Path("/dev/shm"))]  # noqa: S108
     if deep:
-        checks += [check_import("torch"), check_import("vllm")]
+        checks += [check_import("torch"), check_import("vllm", VLLM_KERNELS)]
     return checks
 
 
@@ -126,10 +142,21 @@ def _fits(installed: str | None, pin: str) -> bool:
     return installed is not None and (not pin or installed == pin or installed.partition("+")[0] == pin)
 
 
-def check_import(package: str) -> Check:
-    """That a heavy package loads, in a process of its own."""
+def check_libraries() -> Check:
+    """Shared libraries that packages take from the system; a minimal Debian has them all but these."""
+    try:
+        ctypes.CDLL(NUMA)
+    except OSError:
+        return Check(
+            "libraries", "fail", f"{NUMA} is missing: vLLM's CPU kernels need it", "run `sudo apt-get install libnuma1`"
+        )
+    return Check("libraries", "ok", NUMA)
+
+
+def check_import(package: str, more: str = "") -> Check:
+    """That a heavy package loads, and the statements `more` run, in a process of its own."""
     began = time.monotonic()
-    command = [sys.executable, "-c", f"import {package}; print({package}.__version__)"]
+    command = [sys.executable, "-c", f"import {package}\n{more}\nprint({package}.__version__)"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEEP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -186,7 +186,8 @@ def test_pins_are_read_with_their_versions_only(tmp_path: Path) -> None:
 
 
 def test_a_package_is_loaded_in_a_process_of_its_own() -> None:
-    assert doctor.check_import("pydantic").status == "ok"
+    assert doctor.check_import("pydantic", "pydantic.BaseModel").status == "ok"
+    assert doctor.check_import("pydantic", "pydantic.no_such_thing").failed
     broken = doctor.check_import("no_such_package")
     assert broken.failed and "no_such_package" in broken.found
 
