@@ -33,6 +33,7 @@ can_install() { is_root && command -v apt-get >/dev/null; }
 
 install_debian() {
   export DEBIAN_FRONTEND=noninteractive
-  step "package lists" apt-get -o DPkg::Lock::Timeout=120 update
+  [ -n "${has_lists:-}" ] || step "package lists" apt-get -o DPkg::Lock::Timeout=120 update
+  has_lists=1
   step "Debian packages: $*" apt-get -o DPkg::Lock::Timeout=120 install -y --no-install-recommends "$@"
 }
