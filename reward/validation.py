@@ -92,17 +92,14 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[in
     owner: type[BaseModel] | None = model
     for part in loc:
         members = _members(annotation)
-        found = False
-        for member in members:
-            inner = _step(member, part)
-            if inner is not None:
-                owner = member if _is_model(member) else owner
-                annotation, found = inner, True
-                break
-        if not found and _is_model(annotation):  # an unknown key
-            owner, annotation, found = annotation, Any, True
-        if found:
-            keys.append(part)
+        member, inner = next(((m, step) for m in members if (step := _step(m, part)) is not None), (None, None))
+        if member is None:
+            member = next((m for m in members if _is_model(m)), None)  # which lacks the key
+            if member is None or part == member.__name__:
+                continue  # a label of pydantic's, not a key
+        owner = member if _is_model(member) else owner
+        annotation = inner
+        keys.append(part)
     return keys, owner
 
 

@@ -27,6 +27,8 @@ from rollout_workers.types import Episode, Turn
 
 SEED_STRIDE = 1_000_003
 """Turn k of an episode samples with its seed + k times this, so that neighbouring seeds do not share turns."""
+CLOSE_TIMEOUT_S = 30.0
+"""Longest time an environment may take to give everything back."""
 
 
 @dataclass(slots=True)
@@ -154,7 +156,8 @@ async def _play(
         status, detail = await _interact(task, speaker, transcript, environment, context, chat, max_model_len)
         return await _grade(task, environment, context.domain.config, status, detail)
     finally:
-        await environment.close()
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):  # the episode's own deadline may have passed already
+            await environment.close()
 
 
 async def _interact(

@@ -50,6 +50,7 @@ class VerifierPool:
         anything but an object, or overruns the domain's `verifier_timeout_s`.
         """
         verifier = domain.config.verifier
+        assert verifier, "only domains with a verifier are graded here"
         if is_reference(verifier):
             verifier = f"{domain.folder}/{verifier}"
         request = {"task": asdict(task), "answer": answer, "timeout_s": domain.config.verifier_timeout_s}

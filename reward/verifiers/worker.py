@@ -35,6 +35,8 @@ Verify = Callable[[dict[str, Any], str], Mapping[str, float]]
 
 def main() -> None:
     """Serve until the input ends."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)  # started by hand: the end of the input must not end the caller's group
     # Verifiers get an empty input and an output that leads nowhere: what they print must not end up between frames.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
