@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import io
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -157,10 +158,21 @@ class DockerEngine:
         """Build an image from a tar archive with a Dockerfile. Raises `SandboxError` with the step that failed."""
         await _in_thread(self._build, context, image, timeout_s=timeout_s)
 
+    async def remove_old_images(self) -> None:
+        """Remove images of ours that a newer one has taken the name of, unless a container uses them."""
+        await _in_thread(self._client.prune_images, {"dangling": True, "label": RECIPE_LABEL})
+
     def _build(self, context: bytes, image: str) -> None:
         last = ""
+        proxies = {name: os.environ[name] for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ}
         for line in self._client.build(
-            fileobj=io.BytesIO(context), custom_context=True, tag=image, rm=True, forcerm=True, decode=True
+            fileobj=io.BytesIO(context),
+            custom_context=True,
+            tag=image,
+            buildargs=proxies,
+            rm=True,
+            forcerm=True,
+            decode=True,
         ):
             if "error" in line:
                 raise SandboxError(f"{line['error'].strip()} ({last})")

@@ -74,6 +74,7 @@ async def ensure_base_image(engine: DockerEngine, progress: Progress = log.info)
             return False
         if not await _from_registry(engine, progress):
             await _from_packages(engine, progress)
+        await engine.remove_old_images()
     return True
 
 
