@@ -1,10 +1,10 @@
 """From groups to samples: masks, advantages, weights, staleness; episodes without signal stay out."""
 
 import pytest
-from reward.score import Score, Status
-from rollout_workers.types import Episode
 
 from orchestrator.run.batch import BatchBuilder
+from reward.score import Score, Status
+from rollout_workers.types import Episode
 
 
 def episode(domain: str, reward: float, tokens: int = 3, version: int = 0, status: Status = Status.OK) -> Episode:

@@ -5,11 +5,11 @@ import random
 
 import numpy as np
 import pytest
-from reward.task import Task
 from scipy import stats
 
 from orchestrator.run.evaluation import DomainScores, evaluate, macro_delta, paired_delta
 from orchestrator.run.fake import FakeWorker, Play
+from reward.task import Task
 
 
 def scores(values: list[int]) -> DomainScores:

@@ -3,9 +3,6 @@
 import random
 
 import pytest
-from reward.task import Task
-from rollout_workers.config import EngineConfig
-from rollout_workers.worker import GroupRequest
 
 from orchestrator.config import RlConfig
 from orchestrator.errors import DomainFailing, ParityBroken, RunStalled
@@ -15,6 +12,9 @@ from orchestrator.run.fleet import Fleet
 from orchestrator.run.loop import RlLoop
 from orchestrator.run.sampler import Sampler
 from orchestrator.run.telemetry import Telemetry
+from reward.task import Task
+from rollout_workers.config import EngineConfig
+from rollout_workers.worker import GroupRequest
 
 PROBE = ((1, 2, 3),)
 

@@ -4,9 +4,9 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
-from reward.task import Task
 
 from orchestrator.run.sampler import Sampler, largest_remainder
+from reward.task import Task
 
 SHARES = st.dictionaries(st.text("abcdef", min_size=1), st.floats(1e-3, 1e3), min_size=1, max_size=6)
 
