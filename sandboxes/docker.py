@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ SHM_MB = 16
 """Size of `/dev/shm` in a sandbox."""
 INODES = 16384
 """Largest number of files in each writable directory."""
+DEFAULT_HOST = "unix:///var/run/docker.sock"
 T = TypeVar("T")
 REMEDY = "start it (`scripts/setup` does, or `systemctl start docker`) or set DOCKER_HOST"
 
@@ -199,6 +201,14 @@ class DockerEngine:
 
 
 def _client() -> docker.APIClient:
+    host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    if host.startswith("unix://"):
+        # Before the SDK tries, because it would tell less of why, and not close its socket.
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(host.removeprefix("unix://"))
+            except OSError as error:
+                raise EngineUnavailable(f"no Docker engine answers at {host} ({error.strerror}): {REMEDY}") from None
     return docker.APIClient(version="auto", timeout=CALL_TIMEOUT_S, **kwargs_from_env())
 
 
