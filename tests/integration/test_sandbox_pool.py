@@ -217,6 +217,16 @@ async def test_dead_engine_is_said_to_be_dead(tmp_path: Path, monkeypatch: pytes
     await host.close()
 
 
+async def test_engine_that_hangs_up_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_unix_server(hang_up, tmp_path / "d.sock"):
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/d.sock")
+        with pytest.raises(EngineUnavailable, match="scripts/setup"):
+            await DockerEngine.connect()
+
+
 async def test_unfit_settings_name_key_and_remedy(tmp_path: Path) -> None:
     async def failure(config: SandboxConfig, root: Path = tmp_path / "s") -> str:
         host = SandboxHost(config, RUN, root)

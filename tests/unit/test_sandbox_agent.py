@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sandboxes.agent.__main__ import main
 from sandboxes.agent.command import Bounded
 from sandboxes.agent.files import Refused, read_files, wipe, write_file
 from sandboxes.agent.wire import LARGEST_PART, SMALL, encode, receive, send
@@ -100,6 +101,12 @@ def test_wipe_of_any_depth(tmp_path: Path) -> None:
         os.fchdir(home)
         os.close(home)
     assert wipe(str(tmp_path)) == []
+
+
+def test_agent_refuses_to_run_outside_a_sandbox() -> None:
+    assert os.getpid() != 1
+    with pytest.raises(SystemExit, match="process 1 of a sandbox only"):
+        main(1.0)
 
 
 def test_reading_is_bounded_in_total(tmp_path: Path) -> None:
