@@ -19,6 +19,8 @@ DRAIN_S = 0.02
 """How long output of background processes is awaited after the shell has ended."""
 KILL_S = 5.0
 """How long killed processes may take to vanish before the sandbox counts as dirty."""
+LONGEST_POLL_S = 60.0
+"""A longer wait is made of several: `poll` takes no more milliseconds than fit an int."""
 PEER_S = 30.0
 """How long the host may pause within a message."""
 
@@ -117,7 +119,7 @@ class Agent:
         status: int | None = None
         try:
             while status is None and (remaining := deadline - time.monotonic()) > 0:
-                for fd, event in poll.poll(remaining * 1000 + 1):
+                for fd, event in poll.poll(min(remaining, LONGEST_POLL_S) * 1000 + 1):
                     if fd == self.woken:
                         status = self.reap(command.pid)
                     elif fd != peer.fileno():
