@@ -1,13 +1,16 @@
 """The weight manifest and the segment it names: the receiving half of the contract in `docs/weight-sync.md`.
 
-Free of torch and vLLM, so that the scripted engine holds manifests to the same rules as the real one. What only the
-model can judge (names, shapes, finite values) is left to `weight_receiver.py`.
+Free of torch and vLLM, so that the scripted engine holds manifests to the same rules as the real one. What only a
+loader can judge (finite values) is left to `weight_receiver.py`.
 """
 
 import hashlib
+import json
 import mmap
 import os
+import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -86,3 +89,42 @@ def map_segment(manifest: WeightManifest) -> mmap.mmap:
             f"the manifest names {manifest.checksum}"
         )
     return segment
+
+
+def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the safetensors files of a Hugging Face directory, read from their headers."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    for name in files:
+        with open(directory / name, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes |= {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
+    return shapes
+
+
+def check_layout(manifest: WeightManifest, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]) -> None:
+    """Raises `WeightSyncRejected` unless the manifest names exactly the expected tensors with their shapes.
+
+    `optional` tensors may be absent (an output layer that is tied to the embedding).
+    """
+    offered = {entry.name: entry.shape for entry in manifest.tensors}
+    if len(offered) < len(manifest.tensors):
+        raise WeightSyncRejected(f"weights of version {manifest.version}: a tensor is named twice")
+    missing = sorted(expected.keys() - offered.keys() - optional)
+    unknown = sorted(offered.keys() - expected.keys() - optional)
+    if missing or unknown:
+        raise WeightSyncRejected(
+            f"weights of version {manifest.version}: {len(missing)} tensors are missing {missing[:3]} "
+            f"and {len(unknown)} are not of this model {unknown[:3]}"
+        )
+    for name, shape in offered.items():
+        if shape != expected.get(name, shape):
+            raise WeightSyncRejected(
+                f"weights of version {manifest.version}: {name} has shape {list(shape)}, "
+                f"the model's checkpoint {list(expected[name])}"
+            )

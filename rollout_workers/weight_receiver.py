@@ -8,10 +8,8 @@ vLLM's layer-wise reload leaves two kernels on the CPU with stale or wrongly lai
 Each has a repair of its own below; no checksum sees what they mend, only log-probabilities do.
 """
 
-import json
 import logging
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,51 +25,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from rollout_workers.errors import WeightSyncRejected
-from rollout_workers.weight_manifest import WeightManifest, map_segment
+from rollout_workers.weight_manifest import WeightManifest, check_layout, checkpoint_shapes, map_segment
 
 SHARED_MEMORY = "crosstrain_shared_memory"
 """Name of the backend in vLLM's registry."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the safetensors files of a Hugging Face directory, read from their headers."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
-    for name in files:
-        with open(directory / name, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        shapes |= {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
-    return shapes
-
-
-def check_layout(manifest: WeightManifest, expected: Shapes, optional: frozenset[str]) -> None:
-    """Raises `WeightSyncRejected` unless the manifest names exactly the expected tensors with their shapes.
-
-    `optional` tensors may be absent (an output layer that is tied to the embedding).
-    """
-    offered = {entry.name: entry.shape for entry in manifest.tensors}
-    missing = sorted(expected.keys() - offered.keys() - optional)
-    unknown = sorted(offered.keys() - expected.keys() - optional)
-    if missing or unknown:
-        raise WeightSyncRejected(
-            f"weights of version {manifest.version}: {len(missing)} tensors are missing {missing[:3]} "
-            f"and {len(unknown)} are not of this model {unknown[:3]}"
-        )
-    for name, shape in offered.items():
-        if shape != expected.get(name, shape):
-            raise WeightSyncRejected(
-                f"weights of version {manifest.version}: {name} has shape {list(shape)}, "
-                f"the model's checkpoint {list(expected[name])}"
-            )
 
 
 def read_tensors(manifest: WeightManifest) -> list[tuple[str, torch.Tensor]]:

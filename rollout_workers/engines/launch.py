@@ -51,6 +51,8 @@ def variables(config: EngineConfig, directory: str) -> dict[str, str | None]:
     if config.gpus_per_worker > 0:
         return common
     return common | {
+        # More threads spin at barriers and take the trainer's core; Ray sets the same where an actor has one CPU.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         # With multiprocessing on, the CPU platform swaps the in-process executor for one with a further process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # It would win over `kv_cache_memory_bytes`, and crash when empty.

@@ -173,6 +173,7 @@ class VllmEngine:
         self._fail("the engine is closed")
         if llm is not None:
             llm.shutdown(timeout=0)  # an idle core ignores a polite request for seconds
+            close_sockets(llm)
         for process in self._processes:
             process.kill()
             await asyncio.to_thread(process.join)
@@ -274,6 +275,14 @@ class VllmEngine:
         llm.output_processor.propagate_error(EngineDeadError())
         if self._update is not None:
             self._update.cancel()
+
+
+def close_sockets(llm: "AsyncLLM") -> None:
+    """vLLM leaves its ZeroMQ context, with two threads, to the garbage collector, and its sockets to the event loop."""
+    resources: Any = llm.engine_core.resources  # type: ignore[attr-defined]  # of the client that AsyncLLM makes
+    for socket in (resources.input_socket, resources.output_socket):
+        socket.close(linger=0)
+    resources.ctx.destroy(linger=0)
 
 
 def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngineArgs":
