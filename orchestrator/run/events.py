@@ -20,23 +20,23 @@ def finite(value: Any) -> Any:
 
 
 class EventLog:
-    """Appends lines; each is flushed, so that a killed run keeps its history."""
+    """Appends lines; each is flushed, so that a killed run keeps its history. Files are made by the first line."""
 
     def __init__(self, folder: Path) -> None:
-        self._events = self._open(folder / "events.jsonl")
-        self._metrics = self._open(folder / "metrics.jsonl")
-
-    @staticmethod
-    def _open(path: Path) -> TextIO:
-        return path.open("a", encoding="utf-8")
+        self._folder = folder
+        self._files: dict[str, TextIO] = {}
 
     def write(self, kind: str, data: Mapping[str, Any]) -> None:
         """Append a record with the time in seconds since the epoch."""
-        target = self._metrics if kind == "update" else self._events
+        name = "metrics.jsonl" if kind == "update" else "events.jsonl"
+        if name not in self._files:
+            self._files[name] = (self._folder / name).open("a", encoding="utf-8")
+        target = self._files[name]
         target.write(json.dumps({"time": round(time.time(), 3), "kind": kind, **finite(data)}) + "\n")
         target.flush()
 
     def close(self) -> None:
-        """Close both files. Idempotent."""
-        self._events.close()
-        self._metrics.close()
+        """Close the files. Idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.cluster import Cluster
-from orchestrator.errors import SpecError
+from orchestrator.errors import OrchestratorError, SpecError
 from orchestrator.run.batch import BatchBuilder
 from orchestrator.run.checkpoint import Checkpoints
 from orchestrator.run.evaluation import DomainScores, evaluate, macro_delta, paired_delta
@@ -42,7 +42,10 @@ from orchestrator.run.warm_start import demonstrations, probe_sequences, warm_st
 from orchestrator.spec import JobSpec
 from reward.domain import Domain, load_domain
 from rollout_workers.types import Episode
+from trainer.errors import TrainerError
 
+SAVE_TIMEOUT_S = 30.0
+"""How long a stopped run waits for its last checkpoint."""
 POLL_S = 1.0
 """Seconds between looks at the counters of engines and sandboxes."""
 
@@ -77,13 +80,13 @@ class JobRun:
 
     async def execute(self) -> dict[str, Any]:
         """Run to the end and return the report. Cancelling writes a checkpoint and cleans up."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_only_one(self.folder))
             log = stack.enter_context(contextlib.closing(EventLog(self.folder)))
-            (self.folder / "job.json").write_text(self._spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
             telemetry = Telemetry([d.name for d in self._domains], log)
             metrics = stack.enter_context(MetricsServer(self._spec.metrics, telemetry))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_only_one(self.folder))
+            (self.folder / "job.json").write_text(self._spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
             view = LiveView(self._console, telemetry, metrics_url=metrics.url)
             view.say(f"run {self.id}")
             self._telemetry, self._view = telemetry, view
@@ -183,8 +186,10 @@ class JobRun:
         try:
             await loop.run(version, rl.updates, on_update)
         except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._save_interrupted(fleet, loop), timeout=30)
+            try:
+                await asyncio.wait_for(self._save_interrupted(fleet, loop), timeout=SAVE_TIMEOUT_S)
+            except (OrchestratorError, TrainerError, TimeoutError) as error:
+                self._view.say(f"no checkpoint could be saved: {error or 'the trainer did not answer'}")
             raise
 
     async def _evaluate(self, fleet: Fleet, label: str) -> dict[str, DomainScores]:
