@@ -1,8 +1,8 @@
 """What a trainer step costs over the bare forward, backward and optimiser step of the same batch.
 
-Variants take turns within one process, so that a busy machine slows all of them alike. `bare` is given ready tensors and
-computes nothing but a policy gradient; the trainer starts from samples, and adds ratios, weights, the router's term, the
-figures it reports, and each tag's share of the gradient.
+Variants take turns within one process, so that a busy machine slows all of them alike. `bare` is given ready tensors
+and computes nothing but a policy gradient; the trainer starts from samples, and adds ratios, weights, the router's
+term, the figures it reports, and each tag's share of the gradient.
 
     python benchmarks/trainer_step.py --out trainer_step.json
 """

@@ -4,13 +4,14 @@ transformers fuses a layer's experts into one tensor; checkpoints and engines na
 of the trainer's parameters, found once, so that a publish is one copy and one checksum.
 """
 
+import bisect
 import contextlib
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,38 +68,43 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:
     strides of the answer are the view. Takes 8 bytes a parameter while it runs. Raises PublishError for an architecture
     whose conversion does arithmetic or gathers from several parameters.
     """
-    parameters: dict[str, Tensor] = {}
+    sources: list[_Source] = []
     seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict(keep_vars=False).items():
-        if (place := (tensor.data_ptr(), tensor.shape)) not in seen:  # the second name of a tied tensor is skipped
-            seen.add(place)
-            parameters[name] = tensor.detach()
     addresses: dict[str, Tensor] = {}
-    starts: list[tuple[int, Tensor]] = []
-    total = 0
-    for name, tensor in parameters.items():
-        addresses[name] = torch.arange(total, total + tensor.numel()).view(tensor.shape)
-        starts.append((total, tensor))
-        total += tensor.numel()
+    start = 0
+    for name, tensor in model.state_dict().items():
+        if (place := (tensor.data_ptr(), tensor.shape)) in seen:  # the second name of a tied tensor
+            continue
+        seen.add(place)
+        addresses[name] = torch.arange(start, start + tensor.numel()).view(tensor.shape)
+        sources.append(_Source(start, tensor.detach(), addresses[name]))
+        start += tensor.numel()
     converted: Mapping[str, Tensor] = revert_weight_conversion(model, addresses)
-    return {name: _view(name, address, starts) for name, address in converted.items()}
+    return {name: _view(name, wanted, sources) for name, wanted in converted.items()}
 
 
-def _view(name: str, address: Tensor, starts: list[tuple[int, Tensor]]) -> Tensor:
-    """The view of a parameter whose elements have the given addresses."""
-    first = int(address.flatten()[0])
-    start, parameter = next((s, p) for s, p in reversed(starts) if s <= first)
-    strides = [int(address.select(d, 1).flatten()[0]) - first if n > 1 else 1 for d, n in enumerate(address.shape)]
-    inside = first - start
-    needed = inside + sum((n - 1) * stride for n, stride in zip(address.shape, strides, strict=True))
-    own = torch.arange(start, start + parameter.numel())
-    whole = min(strides, default=0) >= 0 and needed < parameter.numel()
-    if not whole or not torch.equal(own.as_strided(address.shape, strides, inside), address):
+class _Source(NamedTuple):
+    """A parameter and the addresses that stand for its elements, from `start` on."""
+
+    start: int
+    parameter: Tensor
+    addresses: Tensor
+
+
+def _view(name: str, wanted: Tensor, sources: Sequence[_Source]) -> Tensor:
+    """The view of a parameter whose elements have the addresses `wanted`."""
+    first = int(wanted.flatten()[0])
+    source = sources[bisect.bisect_right(sources, first, key=lambda s: s.start) - 1]
+    strides = [int(wanted.select(d, 1).flatten()[0]) - first if n > 1 else 1 for d, n in enumerate(wanted.shape)]
+    offset = first - source.start
+    last = offset + sum((n - 1) * stride for n, stride in zip(wanted.shape, strides, strict=True))
+    inside = min(strides, default=0) >= 0 and last < source.parameter.numel()
+    if not inside or not torch.equal(source.addresses.as_strided(wanted.shape, strides, offset), wanted):
         raise PublishError(
-            f"{name} of this architecture is no view of one parameter; publish it through files instead."
+            f"{name} is no view of one parameter in this architecture; publish it through files instead."
         )
-    assert parameter.is_contiguous()
-    return parameter.as_strided(address.shape, strides, parameter.storage_offset() + inside)
+    assert source.parameter.is_contiguous()
+    return source.parameter.as_strided(wanted.shape, strides, source.parameter.storage_offset() + offset)
 
 
 def _lay_out(sources: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:

@@ -15,10 +15,10 @@ import copy
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from trainer import checkpoint, losses
 from trainer.batching import MicroBatch, check_samples, micro_batches, split_minibatches
@@ -64,7 +64,7 @@ class Trainer:
         return self._version
 
     @property
-    def model(self) -> Any:
+    def model(self) -> PreTrainedModel:
         """The transformers model that is trained, in place."""
         return self._policy.hf
 

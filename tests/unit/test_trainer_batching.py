@@ -93,3 +93,11 @@ def test_a_sample_that_cannot_be_trained_on_is_named(bad: Sample, message: str) 
 def test_what_the_mask_hides_may_be_anything() -> None:
     nan = float("nan")
     check_samples([replace(GOOD, advantages=(nan, nan, 1.0), logprobs=(nan, nan, -1.0))], vocabulary=100, longest=50)
+
+
+def test_lengths_far_apart_do_not_pad_one_another() -> None:
+    def row(length: int) -> Sample:
+        return Sample((1,) * length, (0,) + (1,) * (length - 1), *((0.0,) * length,) * 3)
+
+    batches = micro_batches([row(40) for _ in range(40)] + [row(400) for _ in range(10)], 8192)
+    assert [tuple(batch.token_ids_BT.shape) for batch in batches] == [(40, 40), (10, 400)]

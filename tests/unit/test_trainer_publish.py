@@ -9,7 +9,7 @@ import pytest
 import torch
 from trainer_kit import make_batch, make_policy
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import Interleave, WeightConverter, revert_weight_conversion
 
 from trainer.config import TrainerConfig
 from trainer.errors import PublishError
@@ -116,3 +116,14 @@ def test_segments_are_private(policy: Path, tmp_path: Path) -> None:
 def test_a_place_without_room_is_named(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(PublishError, match="missing/crosstrain-run-weights-0 cannot take"):
         Publisher(load_policy(policy)[0], "run", tmp_path / "missing")
+
+
+def test_an_architecture_that_shuffles_elements_is_refused() -> None:
+    config = LlamaConfig(
+        vocab_size=33, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    shuffled = WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", operations=[Interleave(dim=0)])
+    model._weight_conversions = [shuffled]
+    with pytest.raises(PublishError, match=r"layers\.0\.mlp\.up_proj\.weight is no view of one parameter"):
+        checkpoint_views(model)
