@@ -74,5 +74,5 @@ def test_schedule_rises_for_a_tenth_and_falls_to_a_tenth() -> None:
     rates = [warmup_then_cosine(1.0, 100)(step) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
-    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(0.1)
