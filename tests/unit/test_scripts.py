@@ -19,7 +19,7 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=250,
     )
 
 
@@ -70,6 +70,7 @@ def test_a_docker_host_of_the_users_own_is_never_replaced() -> None:
 def test_a_second_start_does_nothing_and_two_at_once_agree() -> None:
     if not (ROOT / ".venv/crosstrain-stamp").is_file():
         pytest.skip("this .venv was not made by scripts/setup")
+    assert run(ROOT / "scripts/setup", "--packages").returncode == 0
     both = [
         subprocess.Popen(
             [ROOT / "scripts/setup", "--packages"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -78,4 +79,4 @@ def test_a_second_start_does_nothing_and_two_at_once_agree() -> None:
     ]
     outputs = [process.communicate(timeout=60)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    assert all("Python packages" not in output and "failed" not in output for output in outputs), outputs
+    assert all("setting up" not in output for output in outputs), outputs
