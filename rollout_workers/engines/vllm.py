@@ -49,7 +49,7 @@ class VllmEngine:
         self._end_ids: tuple[int, ...] = ()
         self._version = 0
         self._update_lock = asyncio.Lock()
-        self._update: asyncio.Task[WeightUpdate] | None = None
+        self._updates: set[asyncio.Task[WeightUpdate]] = set()
         self._probe_ids = itertools.count()
         self._in_flight = 0
         self._generated_tokens = self._prompt_tokens = self._cached_tokens = 0
@@ -142,19 +142,15 @@ class VllmEngine:
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> WeightUpdate:
         """See `Engine.update_weights`. An update that began is finished even when the caller is cancelled."""
-        offered = WeightManifest.parse(manifest)
-        async with self._update_lock:
-            if offered.version < self._version:
-                raise WeightSyncRejected(
-                    f"weights of version {offered.version} are older than those of {self._version}, which are served"
-                )
-            self._update = task = asyncio.ensure_future(self._load(offered.version, dict(manifest)))
-            try:
-                return await asyncio.shield(task)
-            except asyncio.CancelledError:
-                if task.cancelled():  # by us, since the engine is gone
-                    raise EngineFailed(self._failure) from None
-                raise
+        task = asyncio.create_task(self._load(WeightManifest.parse(manifest).version, dict(manifest)))
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # by us, since the engine is gone
+                raise EngineFailed(self._failure) from None
+            raise
 
     async def stats(self) -> EngineStats:
         """See `Engine.stats`. A request's tokens count when it ends: vLLM's own statistics cost time per token."""
@@ -217,7 +213,11 @@ class VllmEngine:
     async def _load(self, version: int, manifest: dict[str, Any]) -> WeightUpdate:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        async with self._running() as llm:
+        async with self._update_lock, self._running() as llm:
+            if version < self._version:
+                raise WeightSyncRejected(
+                    f"weights of version {version} are older than {self._version}, which is served"
+                )
             began = time.perf_counter()
             try:
                 await llm.start_weight_update()
@@ -231,7 +231,6 @@ class VllmEngine:
             try:
                 await llm.finish_weight_update(weight_version=str(version))
             except Exception as error:
-                self._update = None
                 await self.close()
                 raise EngineFailed(f"weights of version {version} were loaded in part: {error}") from error
             await llm.resume_generation()
@@ -245,13 +244,14 @@ class VllmEngine:
         """The one place where vLLM's exceptions become ours."""
         if self._llm is None:
             raise EngineFailed(self._failure)
+        from vllm.exceptions import VLLMError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
             yield self._llm
         except EngineDeadError as error:
             raise EngineFailed(self._failure or str(error)) from error
-        except (EngineGenerateError, ValueError) as error:
+        except (EngineGenerateError, VLLMError, ValueError) as error:
             raise EngineFailed(f"vLLM refused a request: {error.__cause__ or error}") from error
 
     def _on_exit(self, process: BaseProcess) -> None:
@@ -273,8 +273,8 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         llm.output_processor.propagate_error(EngineDeadError())
-        if self._update is not None:
-            self._update.cancel()
+        for update in self._updates - {asyncio.current_task()}:
+            update.cancel()
 
 
 def close_sockets(llm: "AsyncLLM") -> None:
