@@ -1,7 +1,7 @@
 """Writes the task files of the four quickstart domains: `python examples/quickstart/make_tasks.py`.
 
 Deterministic: the committed files are its output, and a test compares them. Every kind of task occurs in both splits,
-and no instance occurs twice: no prompt, and no tool call whatever other tool is offered beside it. The tasks are tiny
+and no instance occurs twice: no prompt with its solution, and no tool call whatever else is offered. The tasks are tiny
 on purpose: a byte-level policy of about two million parameters on two CPU cores has to learn them in minutes, so names
 have two characters and answers are short.
 """
@@ -59,22 +59,16 @@ def _delete(rng: random.Random) -> Draft:
     return Draft(f"delete {name}", {"files": files, "expect": {name: None, other: "1\n"}}, (f"rm {name}", "exit"))
 
 
-def _rename(rng: random.Random) -> Draft:
-    old, new, word = _names(rng, 3)
-    data = {"files": {old: f"{word}\n"}, "expect": {old: None, new: f"{word}\n"}}
-    return Draft(f"rename {old} to {new}", data, (f"mv {old} {new}", "exit"))
-
-
 def _follow(rng: random.Random) -> Draft:
     note, target = _names(rng, 2)
     data = {"files": {note: f"{target}\n"}, "expect": {note: f"{target}\n", target: ""}}
-    return Draft(f"make the file named in {note}", data, (f"cat {note}", f"touch {target}", "exit"))
+    return Draft(f"make what {note} names", data, (f"cat {note}", f"touch {target}", "exit"))
 
 
-def _find(rng: random.Random) -> Draft:
-    old, new, word = _names(rng, 3)
-    data = {"files": {old: f"{word}\n"}, "expect": {old: None, new: f"{word}\n"}}
-    return Draft(f"find the file, rename it to {new}", data, ("ls", f"mv {old} {new}", "exit"))
+def _clean(rng: random.Random) -> Draft:
+    name = _name(rng)
+    data = {"files": {name: "1\n", "log": "1\n"}, "expect": {name: None, "log": "1\n"}}
+    return Draft("delete all but log", data, ("ls", f"rm {name}", "exit"))
 
 
 # code: the comment says what the completion must compute -------------------------------------------------------------
@@ -93,16 +87,8 @@ _OPERATIONS = {"add": "+", "subtract": "-", "times": "*"}
 def _arithmetic(rng: random.Random) -> Draft:
     operation, constant = rng.choice(list(_OPERATIONS)), rng.randint(2, 99)
     return _function(
-        "x", f"{operation} {constant}", f"x{_OPERATIONS[operation]}{constant}", rng.sample(range(-50, 50), 3)
+        "x", f"{operation} {constant}", f"x{_OPERATIONS[operation]}{constant}", rng.sample(range(-50, 50), 2)
     )
-
-
-def _two_steps(rng: random.Random) -> Draft:
-    first, second = rng.sample(["add", "subtract", "times"], 2)
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
-    inner = f"x{_OPERATIONS[first]}{a}"
-    body = f"({inner}){_OPERATIONS[second]}{b}" if second == "times" else f"{inner}{_OPERATIONS[second]}{b}"
-    return _function("x", f"{first} {a} then {second} {b}", body, rng.sample(range(-50, 50), 2))
 
 
 def _affix(rng: random.Random) -> Draft:
@@ -133,13 +119,6 @@ def _difference(rng: random.Random) -> Draft:
     return Draft(f"{a}-{b}=", {"answer": str(a - b)}, (str(a - b),))
 
 
-def _extreme(rng: random.Random) -> Draft:
-    word = rng.choice(["max", "min"])
-    a, b = rng.sample(range(10, 100), 2)
-    answer = str(max(a, b) if word == "max" else min(a, b))
-    return Draft(f"{word}({a},{b})=", {"answer": answer}, (answer,))
-
-
 def _remainder(rng: random.Random) -> Draft:
     a, b = rng.randint(10, 99), rng.choice([2, 5, 10])
     return Draft(f"{a} mod {b}=", {"answer": str(a % b)}, (str(a % b),))
@@ -149,10 +128,8 @@ def _remainder(rng: random.Random) -> Draft:
 
 _TOOLS: Mapping[str, tuple[str, str, str]] = {
     "timer": ("min", "integer", "wake me in"),
-    "heat": ("deg", "integer", "warm to"),
     "volume": ("pct", "integer", "loud as"),
     "call": ("who", "string", "ring"),
-    "play": ("song", "string", "put on"),
     "open": ("app", "string", "start"),
 }
 """Name of the tool: its one parameter, the parameter's type, and how people ask for it."""
@@ -184,9 +161,9 @@ def _word(rng: random.Random) -> Draft:
 
 
 KINDS: Mapping[str, Mapping[str, Kind]] = {
-    "terminal": {"make": _make, "delete": _delete, "rename": _rename, "follow": _follow, "find": _find},
-    "code": {"arithmetic": _arithmetic, "two-steps": _two_steps, "affix": _affix, "aggregate": _aggregate},
-    "math": {"sum": _sum, "difference": _difference, "extreme": _extreme, "remainder": _remainder},
+    "terminal": {"make": _make, "delete": _delete, "follow": _follow, "clean": _clean},
+    "code": {"arithmetic": _arithmetic, "affix": _affix, "aggregate": _aggregate},
+    "math": {"sum": _sum, "difference": _difference, "remainder": _remainder},
     "tools": {"number": _number, "word": _word},
 }
 
@@ -195,14 +172,14 @@ def make_domain(domain: str) -> dict[str, list[dict[str, Any]]]:
     """Rows of `train` and `eval` for one domain, kinds in turn, so that any prefix is balanced."""
     rng = random.Random(f"quickstart/{domain}")  # noqa: S311 - reproducible, not secret
     kinds = KINDS[domain]
-    seen: set[str] = set()
+    seen: set[tuple[str, ...]] = set()
     splits: dict[str, list[dict[str, Any]]] = {}
     for split, count in (("eval", EVAL_TASKS), ("train", TRAIN_TASKS[domain])):
         rows = splits[split] = []
         while len(rows) < count:
             kind = list(kinds)[len(rows) % len(kinds)]
             draft = kinds[kind](rng)
-            instance = json.dumps(draft.data.get("call", draft.prompt))
+            instance = draft.solution if "call" in draft.data else (draft.prompt, *draft.solution)
             if instance in seen:
                 continue
             seen.add(instance)

@@ -57,7 +57,7 @@ def test_task_files_stay_small() -> None:
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_splits_share_no_instance(domain: str) -> None:
     train, held_out = _rows(domain, "train"), _rows(domain, "eval")
-    instances = [json.dumps(row["data"].get("call", row["prompt"])) for row in train + held_out]
+    instances = [json.dumps([row["data"].get("call", row["prompt"]), row["solution"]]) for row in train + held_out]
     assert len(set(instances)) == len(instances)
     assert len({row["id"] for row in train + held_out}) == len(train) + len(held_out)
     assert 200 <= len(train) <= 500
@@ -87,7 +87,7 @@ def test_solutions_and_prompts_fit_the_budget(domain: str) -> None:
 def test_some_terminal_tasks_need_a_look_first() -> None:
     """The name to act on appears neither in the prompt nor in the first command."""
     for row in _rows("terminal", "eval"):
-        if _kind(row) in {"follow", "find"}:
-            look, act = row["solution"][:2]
-            unknown = set(act.split()) - set(f"touch mv rm cp {row['prompt']} {look}".replace(",", "").split())
-            assert unknown
+        if _kind(row) in {"follow", "clean"}:
+            look, act, _ = row["solution"]
+            name = act.split()[1]
+            assert name not in row["prompt"] + look
