@@ -20,6 +20,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without GPUs keep the devices they see
 if not os.environ.get("RAY_ADDRESS"):
     os.environ["RAY_AUTH_MODE"] = "token"  # read while Ray is imported, never again
+    # Ray puts its workers at niceness 15, where anything else on the machine starves the engine and the trainer.
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -90,10 +92,13 @@ class Cluster:
 
         `model`: the policy's Hugging Face directory; the learner makes it first when the job names a preset.
         """
-        threads = str(max(spec.trainer.threads, spec.sft.threads))
-        learner = self._actor(
-            Learner, LearnerHandle, num_gpus=spec.trainer.gpus, runtime_env={"env_vars": {"OMP_NUM_THREADS": threads}}
-        )(str(model), spec.policy.preset, spec.trainer, spec.sft, seed=spec.seed, run=self._run)
+        openmp = {
+            "OMP_NUM_THREADS": str(max(spec.trainer.threads, spec.sft.threads)),
+            "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers take the cores from the engine
+        }
+        learner = self._actor(Learner, LearnerHandle, num_gpus=spec.trainer.gpus, runtime_env={"env_vars": openmp})(
+            str(model), spec.policy.preset, spec.trainer, spec.sft, seed=spec.seed, run=self._run
+        )
         await learner.ready()
         sandboxed = any(domain.config.environment != "single_turn" for domain in domains)
         workers: list[WorkerHandle] = []
@@ -134,7 +139,9 @@ class Cluster:
     async def close(self) -> None:
         """End the actors, each by its own clean-up first, then the cluster when it is ours. Idempotent."""
         if self._starting is not None:
-            await asyncio.wait([self._starting])  # a thread cannot be cancelled; a half-started cluster cannot be stopped
+            await asyncio.wait(
+                [self._starting]
+            )  # a thread cannot be cancelled; a half-started cluster cannot be stopped
         await asyncio.gather(*(self._end(actor) for actor in self._actors))
         self._actors.clear()
         await asyncio.to_thread(ray.shutdown)

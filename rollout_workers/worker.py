@@ -54,7 +54,7 @@ class NoSandboxes:
 
     latencies = Latencies()
 
-    async def acquire(self, *, timeout_s: float) -> Sandbox:
+    async def acquire(self, *, timeout_s: float | None = None) -> Sandbox:
         """Always raises `NoCapacity`."""
         raise NoCapacity(
             "this worker was given no sandboxes; an environment of kind `single_turn` must not ask for one"

@@ -74,8 +74,8 @@ class SandboxProvider(Protocol):
         """Times of all `exec` calls, as their callers saw them."""
         ...
 
-    async def acquire(self, *, timeout_s: float) -> Sandbox:
-        """A clean sandbox. Raises `NoCapacity` when none is free within `timeout_s`."""
+    async def acquire(self, *, timeout_s: float | None = None) -> Sandbox:
+        """A clean sandbox. Raises `NoCapacity` when none is free in time: by default `sandboxes.acquire_timeout_s`."""
         ...
 
     async def release(self, sandbox: Sandbox) -> None:

@@ -171,8 +171,9 @@ class FakeProvider(SandboxProvider):
         """See `SandboxProvider.latencies`."""
         return self._latencies
 
-    async def acquire(self, *, timeout_s: float) -> FakeSandbox:
+    async def acquire(self, *, timeout_s: float | None = None) -> FakeSandbox:
         """See `SandboxProvider.acquire`."""
+        timeout_s = self._config.acquire_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._free.acquire()

@@ -127,9 +127,10 @@ class SandboxHost:
                 f"the path {path} is too long for a socket: use a shorter temporary folder (TMPDIR)"
             )
 
-    async def acquire(self, timeout_s: float) -> Lease:
+    async def acquire(self, timeout_s: float | None = None) -> Lease:
         """The right to use a clean sandbox. Raises `NoCapacity` when none is free within `timeout_s`."""
         began = time.monotonic()
+        timeout_s = self._config.acquire_timeout_s if timeout_s is None else timeout_s
         self._waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
@@ -329,7 +330,7 @@ class SandboxHost:
 class LeaseSource(Protocol):
     """Who gives leases: a `SandboxHost`, or something that forwards to one in another process of the same node."""
 
-    async def acquire(self, timeout_s: float) -> Lease: ...
+    async def acquire(self, timeout_s: float | None = None) -> Lease: ...
     async def release(self, lease_id: str) -> None: ...
 
 
@@ -345,7 +346,7 @@ class LocalProvider(SandboxProvider):
         """See `SandboxProvider.latencies`."""
         return self._latencies
 
-    async def acquire(self, *, timeout_s: float) -> Sandbox:
+    async def acquire(self, *, timeout_s: float | None = None) -> Sandbox:
         """See `SandboxProvider.acquire`."""
         lease = await self._source.acquire(timeout_s)
         try:

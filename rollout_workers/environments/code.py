@@ -67,7 +67,7 @@ class Code:
             "timeout_s": data.timeout_s,
         }
         sandboxes = self._context.sandboxes
-        sandbox = await sandboxes.acquire(timeout_s=self._context.domain.config.episode_timeout_s)
+        sandbox = await sandboxes.acquire()
         try:
             result = await sandbox.exec(
                 _COMMAND,

@@ -80,9 +80,7 @@ class Terminal:
 
     async def _ready(self, data: TerminalData) -> Sandbox:
         if self._sandbox is None:
-            self._sandbox = await self._context.sandboxes.acquire(
-                timeout_s=self._context.domain.config.episode_timeout_s
-            )
+            self._sandbox = await self._context.sandboxes.acquire()
             await self._sandbox.write_files({path: text.encode() for path, text in data.files.items()})
         return self._sandbox
 

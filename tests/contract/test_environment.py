@@ -37,7 +37,7 @@ class Counting:
     def latencies(self) -> Latencies:
         return self._inner.latencies
 
-    async def acquire(self, *, timeout_s: float) -> Sandbox:
+    async def acquire(self, *, timeout_s: float | None = None) -> Sandbox:
         sandbox = await self._inner.acquire(timeout_s=timeout_s)
         self.acquired += 1
         self.open.append(sandbox)
