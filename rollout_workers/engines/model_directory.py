@@ -60,13 +60,16 @@ def check_servable(directory: Path, config: EngineConfig) -> None:
 
 
 def cache_bytes(model: dict[str, Any], config: EngineConfig) -> int:
-    """Bytes of keys and values of one longest sequence, in whole blocks; 0 when the config does not say."""
+    """Bytes of keys and values of one longest sequence, in whole blocks, and of the one block that vLLM keeps back.
+
+    0 when the config does not say.
+    """
     heads = model.get("num_attention_heads")
     if not heads or not model.get("hidden_size") or not model.get("num_hidden_layers"):
         return 0
     head_dim = model.get("head_dim") or model["hidden_size"] // heads
     per_token = 2 * model["num_hidden_layers"] * (model.get("num_key_value_heads") or heads) * head_dim
-    tokens = ceil(config.max_model_len / CPU_BLOCK) * CPU_BLOCK
+    tokens = (ceil(config.max_model_len / CPU_BLOCK) + 1) * CPU_BLOCK
     return per_token * _BYTES[config.dtype] * tokens
 
 

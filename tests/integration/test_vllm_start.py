@@ -1,5 +1,6 @@
 """What a vLLM that cannot start leaves behind: a reason, and nothing else."""
 
+import gc
 import multiprocessing
 import tempfile
 from pathlib import Path
@@ -18,6 +19,8 @@ def engine_directories() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("crosstrain-engine-*"))
 
 
+# vLLM forgets to close the ZeroMQ context of a client that did not come to be.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*Context:pytest.PytestUnraisableExceptionWarning")
 async def test_damaged_weights_end_the_start_with_the_cause(tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     init_policy("tiny-moe", policy, seed=0)
@@ -32,3 +35,4 @@ async def test_damaged_weights_end_the_start_with_the_cause(tmp_path: Path) -> N
     with pytest.raises(EngineFailed):
         await engine.token_logprobs([1, 2])
     await engine.close()
+    gc.collect()

@@ -77,6 +77,6 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_a_size_that_is_not(t
 
 def test_cache_size_is_keys_and_values_of_whole_blocks() -> None:
     config = EngineConfig(max_model_len=129, dtype="float32")
-    assert cache_bytes(MODEL, config) == 2 * 4 * 2 * 32 * 4 * 256
-    assert cache_bytes({**MODEL, "head_dim": 64}, config) == 2 * 4 * 2 * 64 * 4 * 256
+    assert cache_bytes(MODEL, config) == 2 * 4 * 2 * 32 * 4 * 384
+    assert cache_bytes({**MODEL, "head_dim": 64}, config) == 2 * 4 * 2 * 64 * 4 * 384
     assert cache_bytes({}, config) == 0
