@@ -46,17 +46,16 @@ def _names(rng: random.Random, count: int) -> list[str]:
     return list(names)
 
 
-def _make(rng: random.Random) -> Draft:
-    name, other = _names(rng, 2)
-    return Draft(
-        f"make {name}", {"files": {other: "1\n"}, "expect": {name: "", other: "1\n"}}, (f"touch {name}", "exit")
-    )
+def _copy(rng: random.Random) -> Draft:
+    old, new, word = _names(rng, 3)
+    data = {"files": {old: f"{word}\n"}, "expect": {old: f"{word}\n", new: f"{word}\n"}}
+    return Draft(f"copy {old} to {new}", data, (f"cp {old} {new}", "exit"))
 
 
-def _delete(rng: random.Random) -> Draft:
-    name, other = _names(rng, 2)
-    files = {name: "1\n", other: "1\n"}
-    return Draft(f"delete {name}", {"files": files, "expect": {name: None, other: "1\n"}}, (f"rm {name}", "exit"))
+def _rename(rng: random.Random) -> Draft:
+    old, new, word = _names(rng, 3)
+    data = {"files": {old: f"{word}\n"}, "expect": {old: None, new: f"{word}\n"}}
+    return Draft(f"rename {old} to {new}", data, (f"mv {old} {new}", "exit"))
 
 
 def _follow(rng: random.Random) -> Draft:
@@ -127,13 +126,12 @@ def _remainder(rng: random.Random) -> Draft:
 # tools: one JSON call ------------------------------------------------------------------------------------------------
 
 _TOOLS: Mapping[str, tuple[str, str, str]] = {
-    "timer": ("min", "integer", "wake me in"),
-    "volume": ("pct", "integer", "loud as"),
+    "wait": ("min", "integer", "pause for"),
+    "dim": ("pct", "integer", "light at"),
     "call": ("who", "string", "ring"),
     "open": ("app", "string", "start"),
 }
 """Name of the tool: its one parameter, the parameter's type, and how people ask for it."""
-_SIGNATURES = {"integer": "int", "string": "str"}
 
 
 def _schema(tool: str) -> dict[str, Any]:
@@ -146,7 +144,7 @@ def _call(rng: random.Random, kind: str, value: int | str) -> Draft:
     other = rng.choice([name for name in _TOOLS if name != tool])
     listed = rng.sample([tool, other], 2)
     key, _, request = _TOOLS[tool]
-    signatures = " ".join(f"{name}({_TOOLS[name][0]}:{_SIGNATURES[_TOOLS[name][1]]})" for name in listed)
+    signatures = " ".join(f"{name}({_TOOLS[name][0]})" for name in listed)
     call = {"name": tool, "arguments": {key: value}}
     data = {"tools": [_schema(name) for name in listed], "call": call}
     return Draft(f"{signatures}\n{request} {value}", data, (json.dumps(call, separators=(",", ":")),))
@@ -161,7 +159,7 @@ def _word(rng: random.Random) -> Draft:
 
 
 KINDS: Mapping[str, Mapping[str, Kind]] = {
-    "terminal": {"make": _make, "delete": _delete, "follow": _follow, "clean": _clean},
+    "terminal": {"copy": _copy, "rename": _rename, "follow": _follow, "clean": _clean},
     "code": {"arithmetic": _arithmetic, "affix": _affix, "aggregate": _aggregate},
     "math": {"sum": _sum, "difference": _difference, "remainder": _remainder},
     "tools": {"number": _number, "word": _word},
