@@ -197,13 +197,11 @@ BROAD = {"Exception", "BaseException"}
 
 
 def broad_catches(tree: ast.AST) -> Iterator[int]:
-    """Lines of handlers that catch everything and do not raise it again, and of `suppress(Exception)`."""
+    """Lines of handlers that catch everything and do not end by raising, and of `suppress(Exception)`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             caught = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)} if node.type else BROAD
-            last = node.body[-1]
-            again = isinstance(last, ast.Raise) and last.exc is None
-            if caught & BROAD and not again:
+            if caught & BROAD and not isinstance(node.body[-1], ast.Raise):
                 yield node.lineno
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
             yield from [node.lineno for part in node.args if isinstance(part, ast.Name) and part.id in BROAD]
