@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 8
 """Tokens of each warm-up request: enough to run the kernels of prefill and decode once at full width."""
+PREFILL_TOKENS = 4096
+"""Prompt tokens computed in one engine step on a CPU; more would hold up the requests that are being written."""
 
 
 class VllmEngine:
@@ -250,9 +252,15 @@ class VllmEngine:
         try:
             yield self._llm
         except EngineDeadError as error:
-            raise EngineFailed(self._failure or str(error)) from error
+            raise EngineFailed(self._reason(str(error))) from error
         except (EngineGenerateError, VLLMError, ValueError) as error:
             raise EngineFailed(f"vLLM refused a request: {error.__cause__ or error}") from error
+
+    def _reason(self, seen: str) -> str:
+        """Why the engine died: what its process said last, for a request may hear of the death before `_on_exit` does."""
+        if self._llm is None or self._directory is None:
+            return self._failure
+        return last_error(self._directory.name) or seen
 
     def _on_exit(self, process: BaseProcess) -> None:
         """A process of the engine ended by itself."""
@@ -296,6 +304,9 @@ def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngine
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": config.kv_cache_mb << 20,
+        # A seeded request whose prompt is computed in parts kills the engine: a generator on the CPU has no offset.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(PREFILL_TOKENS, config.max_model_len),
     }
     on_gpu: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
     return AsyncEngineArgs(
