@@ -103,24 +103,23 @@ def _aggregate(rng: random.Random) -> Draft:
     return _function("a", f"{call}, {operation} {constant}", f"{call}(a){_OPERATIONS[operation]}{constant}", lists)
 
 
-# math: the answer is a number; sums do not carry, so that training meets every pair of last digits -----------------
+# math: the sum, written out; nothing carries, so that training meets every pair of last digits ----------------------
 
 
 def _sum(rng: random.Random) -> Draft:
-    tens, b = rng.randint(1, 9), rng.randint(1, 5)
-    a = 10 * tens + rng.randint(0, 9 - b)
-    return Draft(f"{a}+{b}=", {"answer": str(a + b)}, (str(a + b),))
+    b = rng.randint(1, 9)
+    a = 10 * rng.randint(1, 9) + rng.randint(0, 9 - b)
+    return _equation(f"{a}+{b}", a + b)
 
 
 def _difference(rng: random.Random) -> Draft:
-    tens, b = rng.randint(1, 9), rng.randint(1, 5)
-    a = 10 * tens + rng.randint(b, 9)
-    return Draft(f"{a}-{b}=", {"answer": str(a - b)}, (str(a - b),))
+    b = rng.randint(1, 9)
+    a = 10 * rng.randint(1, 9) + rng.randint(b, 9)
+    return _equation(f"{a}-{b}", a - b)
 
 
-def _remainder(rng: random.Random) -> Draft:
-    a, b = rng.randint(10, 99), rng.choice([2, 5, 10])
-    return Draft(f"{a} mod {b}=", {"answer": str(a % b)}, (str(a % b),))
+def _equation(question: str, answer: int) -> Draft:
+    return Draft(question, {"answer": str(answer)}, (f"{question}={answer}",))
 
 
 # tools: one JSON call ------------------------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ def _word(rng: random.Random) -> Draft:
 KINDS: Mapping[str, Mapping[str, Kind]] = {
     "terminal": {"copy": _copy, "rename": _rename, "follow": _follow, "clean": _clean},
     "code": {"arithmetic": _arithmetic, "affix": _affix, "aggregate": _aggregate},
-    "math": {"sum": _sum, "difference": _difference, "remainder": _remainder},
+    "math": {"sum": _sum, "difference": _difference},
     "tools": {"number": _number, "word": _word},
 }
 
