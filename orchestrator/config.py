@@ -49,6 +49,8 @@ class RlConfig(BaseModel):
     """Episodes of one task in a group; its mean is the baseline of each."""
     max_staleness: int = Field(default=1, ge=0)
     """No trained token is older than this many policy versions. 0 generates and trains in turn."""
+    even_share: float = Field(default=0.5, ge=0, le=1)
+    """Part of a batch's groups that is dealt out equally between domains; the rest follows equal token budgets."""
     length_memory: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the running mean of episode lengths that token budgets are shared by."""
     deviation_memory: int = Field(default=64, ge=1)

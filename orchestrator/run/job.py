@@ -74,6 +74,7 @@ class JobRun:
             groups_per_batch=spec.rl.groups_per_batch,
             memory=spec.rl.length_memory,
             seed=spec.seed,
+            even_share=spec.rl.even_share,
         )
         self._builder = BatchBuilder(weights, deviation_memory=spec.rl.deviation_memory)
         self._baseline: dict[str, DomainScores] = {}

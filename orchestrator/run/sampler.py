@@ -1,10 +1,12 @@
 """Which domain and task next: exact strata by token budget.
 
 Every optimiser batch has `groups_per_batch` groups. A domain's share of them is inversely proportional to the tokens
-that one of its groups costs, so that each trained domain gets about the same number of trained tokens; the domain's
-*weight* acts in the loss (`reward/advantage.py`), not here, so a change of weight never starves a domain of data.
-Shares become integers by the method of the largest remainder with at least one group a domain, and the plan of a
-batch, once made, is met exactly: the loop trains batch k on the groups of plan k and on nothing else.
+that one of its episodes costs, so that each trained domain gets about the same number of trained tokens, except for a
+part (`even_share`) that is dealt out equally, because a domain of long episodes still needs enough groups for some of
+them to carry signal. The domain's *weight* acts in the loss (`reward/advantage.py`), not here, so a change of weight
+never starves a domain of data. Shares become integers by the method of the largest remainder with at least one group a
+domain, and the plan of a batch, once made, is met exactly: the loop trains batch k on the groups of plan k and on
+nothing else.
 
 Left out of the source (token-budget strata, `n_d ∝ B / EMA(len_d)`): the budget B is given in groups instead of tokens,
 which keeps the batch's memory bounded whatever the lengths do.
@@ -57,12 +59,24 @@ class BatchPlan:
 class Sampler:
     """Plans batches. Tasks of a domain come in a new random order each pass; no task repeats within a pass."""
 
-    def __init__(self, tasks: Mapping[str, Sequence[Task]], *, groups_per_batch: int, memory: float, seed: int) -> None:
-        """`tasks`: training tasks of each trained domain. `memory`: decay of the mean episode length."""
+    def __init__(
+        self,
+        tasks: Mapping[str, Sequence[Task]],
+        *,
+        groups_per_batch: int,
+        memory: float,
+        seed: int,
+        even_share: float = 0.0,
+    ) -> None:
+        """`tasks`: training tasks of each trained domain. `memory`: decay of the mean episode length.
+
+        `even_share`: part of the groups that is dealt out equally; 0 shares all by token budgets.
+        """
         self._tasks = {name: {task.id: task for task in rows} for name, rows in tasks.items()}
         self._groups = groups_per_batch
         self._memory = memory
         self._seed = seed
+        self._even_share = even_share
         self._next_batch = 0
         self._lengths: dict[str, float] = {}
         self._passes = dict.fromkeys(tasks, 0)
@@ -71,7 +85,7 @@ class Sampler:
     def plan(self) -> BatchPlan:
         """The plan of the next batch."""
         before = self.state_dict()
-        quota = largest_remainder({name: 1.0 / self._length(name) for name in self._tasks}, self._groups)
+        quota = largest_remainder(self._shares(), self._groups)
         tasks = {name: tuple(self._draw(name) for _ in range(count)) for name, count in quota.items()}
         plan = BatchPlan(self._next_batch, tasks, before)
         self._next_batch += 1
@@ -86,6 +100,13 @@ class Sampler:
     def replace(self, task: Task) -> Task:
         """The next task of the same domain, for one that cannot be played."""
         return self._draw(task.domain)
+
+    def _shares(self) -> dict[str, float]:
+        """Each domain's share of the groups: an equal part of `even_share`, and the rest by equal token budgets."""
+        costs = {name: 1.0 / self._length(name) for name in self._tasks}
+        total = sum(costs.values())
+        even = self._even_share / len(costs)
+        return {name: even + (1 - self._even_share) * cost / total for name, cost in costs.items()}
 
     def _length(self, domain: str) -> float:
         """Mean tokens of an episode. A domain never seen counts as the mean of those seen, so that it starts at par."""

@@ -51,6 +51,15 @@ def test_a_domain_with_longer_episodes_gets_fewer_groups() -> None:
     assert sampler.plan().quota == {"short": 10, "long": 2}
 
 
+def test_the_even_share_keeps_long_domains_in_business() -> None:
+    tasks = {name: [Task(f"{name}-{i}", name, "train", "") for i in range(50)] for name in ("short", "long")}
+    sampler = Sampler(tasks, groups_per_batch=12, memory=0.9, seed=0, even_share=0.5)
+    for _ in range(100):
+        sampler.observe("short", 10)
+        sampler.observe("long", 50)
+    assert sampler.plan().quota == {"short": 8, "long": 4}  # 3 + 5 and 3 + 1
+
+
 def test_every_task_is_seen_once_a_pass() -> None:
     sampler = make({"a": 7, "b": 13}, groups=6)
     seen: list[str] = []
