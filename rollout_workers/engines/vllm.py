@@ -167,11 +167,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         """See `Engine.close`. Requests in flight raise `EngineFailed`."""
-        llm = self._llm
         self._fail("the engine is closed")
-        if llm is not None:
-            llm.shutdown(timeout=0)  # an idle core ignores a polite request for seconds
-            close_sockets(llm)
         for process in self._processes:
             process.kill()
             await asyncio.to_thread(process.join)
@@ -257,7 +253,7 @@ class VllmEngine:
             raise EngineFailed(f"vLLM refused a request: {error.__cause__ or error}") from error
 
     def _reason(self, seen: str) -> str:
-        """Why the engine died: what its process said last, for a request may hear of the death before `_on_exit` does."""
+        """Why the engine died: what its process said last. A request may hear of the death before `_on_exit` does."""
         if self._llm is None or self._directory is None:
             return self._failure
         return last_error(self._directory.name) or seen
@@ -270,7 +266,7 @@ class VllmEngine:
         self._fail(f"the engine's process ended with exit code {process.exitcode}" + (f": {cause}" if cause else ""))
 
     def _fail(self, reason: str) -> None:
-        """Fail what is in flight and all that comes later."""
+        """Fail what is in flight and all that comes later, and let go of vLLM."""
         loop = asyncio.get_running_loop()
         for process in self._processes:
             loop.remove_reader(process.sentinel)
@@ -283,6 +279,8 @@ class VllmEngine:
         llm.output_processor.propagate_error(EngineDeadError())
         for update in self._updates - {asyncio.current_task()}:
             update.cancel()
+        llm.shutdown(timeout=0)  # an idle core ignores a polite request for seconds
+        close_sockets(llm)
 
 
 def close_sockets(llm: "AsyncLLM") -> None:

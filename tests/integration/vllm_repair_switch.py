@@ -1,14 +1,12 @@
-"""The weight receiver with repairs that a test can leave out. vLLM imports this in the engine's process."""
+"""The weight receiver with a repair that a test can leave out. vLLM imports this in the engine's process."""
 
-from collections.abc import Sequence
-
-from rollout_workers import weight_receiver
+from rollout_workers.weight_receiver import SharedMemoryTransfer, WeightReceiver
 
 
-class RepairSwitch(weight_receiver.WeightReceiver):
+class RepairSwitch(WeightReceiver):
     """Worker extension."""
 
-    def choose_repairs(self, names: Sequence[str]) -> None:
-        """Do only these after the updates that follow."""
-        repairs = tuple(getattr(weight_receiver, name) for name in names)
+    def leave_out(self, name: str) -> None:
+        """Do all repairs but this one after the updates that follow."""
+        repairs = tuple(repair for repair in SharedMemoryTransfer.repairs if repair.__name__ != name)
         self.weight_transfer_engine.repairs = repairs  # type: ignore[misc]  # shadows the class's on this instance
