@@ -140,6 +140,7 @@ def _tiny_moe_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
         norm_topk_prob=True,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
+        initializer_range=0.06,  # near 1/√hidden; the usual 0.02 is made for widths in the thousands
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         pad_token_id=tokenizer.get_vocab()[END_OF_TEXT],
         eos_token_id=tokenizer.get_vocab()[END_OF_TURN],
