@@ -180,7 +180,7 @@ def make_domain(domain: str) -> dict[str, list[dict[str, Any]]]:
             if instance in seen:
                 continue
             seen.add(instance)
-            row = {"id": f"{split}-{kind}-{len(rows):03d}", "prompt": draft.prompt}
+            row: dict[str, Any] = {"id": f"{split}-{kind}-{len(rows):03d}", "prompt": draft.prompt}
             row["data"] = {**draft.data, "labels": {"kind": kind}}
             rows.append({**row, "solution": list(draft.solution)})
     return splits
