@@ -1,0 +1,178 @@
+"""The main job in small, for real: Ray, vLLM, Docker, the trainer. It is stopped, resumed, finished, and killed.
+
+The three tests share one job file. Each run takes about a minute; most of that goes into starting Ray and vLLM.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOMAINS = ROOT / "examples" / "quickstart" / "domains"
+UPDATES = 4
+JOB = f"""
+name = "small"
+[policy]
+preset = "tiny-moe"
+{"".join(f'[[domains]]{chr(10)}path = "{DOMAINS / name}"{chr(10)}' for name in ("terminal", "code", "math", "tools"))}
+[sft]
+steps = 8
+batch_size = 16
+[rl]
+updates = {UPDATES}
+groups_per_batch = 8
+group_size = 4
+checkpoint_every = 2
+[engine]
+max_model_len = 256
+max_num_seqs = 32
+[sandboxes]
+pool_size = 8
+[evaluation]
+max_tasks = 6
+"""
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`crosstrain run` in a process group of its own, as a terminal would start it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("RAY_ADDRESS", None)
+    with (folder / "stderr.txt").open("a") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.cli", "run", "job.toml", "-o", "json", *arguments],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def run_folder(folder: Path) -> Path:
+    (found,) = (folder / "runs").iterdir()
+    return found
+
+
+def updates_made(folder: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (run_folder(folder) / "metrics.jsonl").read_text().splitlines()
+    except (FileNotFoundError, ValueError):
+        return []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def wait_for_updates(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 600
+    while len(updates_made(folder)) < count:
+        assert process.poll() is None, (folder / "stderr.txt").read_text()
+        assert time.monotonic() < deadline, (folder / "stderr.txt").read_text()
+        time.sleep(0.2)
+
+
+def left_behind(run: str) -> dict[str, list[str]]:
+    """Containers, processes, shared memory and temporary folders that carry the run's id."""
+    import asyncio
+
+    from orchestrator.run.guardian import RUN_VARIABLE
+    from sandboxes.reaper import containers
+
+    wanted = f"{RUN_VARIABLE}={run}".encode()
+    processes = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    processes.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+    return {
+        "containers": [container.name for container in asyncio.run(containers(run))],
+        "processes": processes,
+        "shared memory": [path.name for path in Path("/dev/shm").glob(f"crosstrain-{run}-*")],
+    }
+
+
+NOTHING: dict[str, list[str]] = {"containers": [], "processes": [], "shared memory": []}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "job.toml").write_text(JOB)
+    yield folder
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(job: Path) -> None:
+    process = start(job)
+    wait_for_updates(process, job, 1)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the whole group
+    process.communicate(timeout=120)
+    assert process.returncode == 3, (job / "stderr.txt").read_text()
+    folder = run_folder(job)
+    assert left_behind(folder.name) == NOTHING
+    assert any((folder / "checkpoints").glob("[0-9]*/state.json"))
+    assert "Traceback" not in (job / "stderr.txt").read_text()
+
+
+def test_the_stopped_run_is_resumed_to_its_end_and_everything_holds(job: Path) -> None:
+    process = start(job, "--resume")
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, (job / "stderr.txt").read_text()
+    report = json.loads(output)
+    folder = run_folder(job)
+    assert report == json.loads((folder / "report.json").read_text())
+    assert report["updates"] == UPDATES
+    # Rule 3: every publish was proven.
+    assert report["weight_sync"]["count"] >= UPDATES + 1
+    assert report["weight_sync"]["max_logprob_gap"] < 1e-4
+    # Rule 4: staleness.
+    assert report["staleness"]["max"] <= 1
+    # Exact strata in every batch, also across the interruption.
+    updates = updates_made(job)
+    assert [update["update"] for update in updates] == list(range(1, UPDATES + 1))
+    for update in updates:
+        assert sum(part["groups"] for part in update["domains"].values()) == 8
+        assert all(part["groups"] == part["quota"] for part in update["domains"].values())
+    # Rule 1 and what is promised of the report.
+    assert report["episodes"]["infra_error"] == 0
+    assert report["sandboxes"]["created"] >= 8 and report["sandboxes"]["leaked"] == 0
+    assert set(report["domains"]) == {"terminal", "code", "math", "tools"}
+    assert all(delta["n"] == 6 for delta in report["domains"].values())
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG") and (folder / "report.md").is_file()
+    assert left_behind(folder.name) == NOTHING
+
+
+def test_the_trained_policy_is_a_model_that_transformers_loads(job: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = run_folder(job) / "policy"
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_a_killed_driver_leaves_nothing_after_a_minute(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB)
+    process = start(tmp_path)
+    wait_for_updates(process, tmp_path, 1)
+    run = run_folder(tmp_path).name
+    assert left_behind(run)["containers"], "there is something to clean up"
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 60
+    while left_behind(run) != NOTHING and time.monotonic() < deadline:
+        time.sleep(1)
+    assert left_behind(run) == NOTHING
