@@ -4,7 +4,7 @@ RolloutError
 ├── EngineConfigError   (also ValueError) the engine settings or the model cannot be used; names key and remedy
 ├── EngineFailed        the engine died or refused a request; episodes in it are infrastructure errors
 ├── WeightSyncRejected  offered weights were incomplete, corrupt or of the wrong version; the engine serves its old ones
-└── PolicyFailed        raised by environments: the policy's action cannot be carried out; ends the episode, which is graded
+└── PolicyFailed        raised by environments: the policy's action cannot be carried out; the episode ends, graded
 """
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ParityResult:
-    """Differences |log π_engine − log π_trainer| over all probe tokens, for example `ParityResult(1.2e-5, 3e-7, 320)`."""
+    """Differences |log π_engine − log π_trainer| over all probe tokens, for example `ParityResult(1.2e-5, 3e-7,
+    320)`.
+    """
 
     max_gap: float
     """Largest, in nats; infinite when a value is not finite."""

@@ -1,7 +1,8 @@
-"""A fleet without processes, for tests of the loop: episodes of chosen outcome and duration, a trainer that only counts.
+"""A fleet without processes, for tests of the loop: episodes of chosen outcome and duration, a trainer that only
+counts.
 
-What the handles promise holds here too: tokens carry the version that was served when they were written, a weight update
-changes the version of what follows, and the trainer's versions grow by one a batch.
+What the handles promise holds here too: tokens carry the version that was served when they were written, a weight
+update changes the version of what follows, and the trainer's versions grow by one a batch.
 """
 
 import asyncio
@@ -163,12 +164,12 @@ class FakeLearner:
 
     async def save(self, path: Path) -> None:
         """Write the version."""
-        path.mkdir()
-        (path / "version").write_text(str(self.current))
+        await asyncio.to_thread(path.mkdir)
+        await asyncio.to_thread((path / "version").write_text, str(self.current))
 
     async def export(self, path: Path) -> None:
         """Write an empty directory."""
-        path.mkdir()
+        await asyncio.to_thread(path.mkdir)
 
     def _published(self) -> Published:
         answers = tuple(tuple(-1.0 for _ in sequence[1:]) for sequence in self.probe)

@@ -6,7 +6,7 @@ Nothing here decides anything. Memory is bounded by the number of updates (curve
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from orchestrator.run.batch import BuiltBatch
@@ -242,6 +242,7 @@ def _flat(record: UpdateRecord) -> dict[str, Any]:
                 "deviation": part.deviation,
                 "trained_tokens": part.trained_tokens,
                 "gradient_share": metrics.gradient_share.get(name, 0.0),
+                **(asdict(metrics.tags[name]) if name in metrics.tags else {}),
             }
             for name, part in record.built.domains.items()
         },

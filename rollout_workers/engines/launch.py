@@ -53,6 +53,8 @@ def variables(config: EngineConfig, directory: str) -> dict[str, str | None]:
     return common | {
         # More threads spin at barriers and take the trainer's core; Ray sets the same where an actor has one CPU.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # vLLM compiles a few lines of its sampler, which takes seconds and a C++ compiler that many machines lack.
+        "TORCH_COMPILE_DISABLE": "1",
         # With multiprocessing on, the CPU platform swaps the in-process executor for one with a further process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # It would win over `kv_cache_memory_bytes`, and crash when empty.
