@@ -70,8 +70,13 @@ class Leftovers:
         self.errors = other.errors
 
 
-def clean(run: str, paths: Sequence[Path] = (), *, passes: int = 1, grace_s: float = 0.0) -> Leftovers:
+def clean(
+    run: str, paths: Sequence[Path] = (), *, passes: int = 1, grace_s: float = 0.0, since: float | None = None
+) -> Leftovers:
     """Remove what belongs to a run on this machine: processes, containers, shared memory, then `paths`.
+
+    `since`: when the run began, in seconds since the epoch. Semaphores of Python's multiprocessing carry no run's name;
+    those made since then that no process maps any more go too.
 
     Processes have `grace_s` seconds to end by themselves. Repeats until a pass finds nothing, `passes` times at least:
     an engine call in flight may still make a container.
@@ -84,6 +89,7 @@ def clean(run: str, paths: Sequence[Path] = (), *, passes: int = 1, grace_s: flo
         time.sleep(0.05)
     for number in range(1, PASSES + 1):
         found = Leftovers(processes=_kill_processes(run), shared_memory=_remove_shared_memory(run))
+        _remove_semaphores(since)
         _remove_containers(run, found)
         total.add(found)
         if not found and number >= passes:
@@ -134,6 +140,30 @@ def _remove_shared_memory(run: str) -> list[str]:
     return removed
 
 
+def _remove_semaphores(since: float | None) -> None:
+    """Named semaphores stay when the process that made them is killed. A living one is mapped by its maker."""
+    if since is None:
+        return
+    old = [path for path in SHARED_MEMORY.glob("sem.mp-*") if _made_since(path, since)]
+    if not old:
+        return
+    mapped = set()  # by inode: the C library maps a semaphore under a temporary name before it gives it the final one
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            mapped.update(int(line.split()[4]) for line in maps.read_text().splitlines() if f"{SHARED_MEMORY}/" in line)
+    for path in old:
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino not in mapped:
+                path.unlink()
+
+
+def _made_since(path: Path, since: float) -> bool:
+    with contextlib.suppress(OSError):
+        status = path.stat()
+        return status.st_uid == os.getuid() and status.st_mtime >= since
+    return False
+
+
 def _remove_containers(run: str, found: Leftovers) -> None:
     from sandboxes.errors import EngineUnavailable, SandboxError  # late: Docker's SDK takes a while to import
     from sandboxes.reaper import reap
@@ -156,6 +186,7 @@ class Guardian:
         self._run = run
         self._paths = [path.absolute() for path in paths]
         self._process: subprocess.Popen[bytes] | None = None
+        self._since = 0.0
         self.leftovers = Leftovers()
         """After leaving: what the run itself had failed to remove. `paths` are no failure."""
 
@@ -179,7 +210,13 @@ class Guardian:
             env=environment,
             start_new_session=True,
         )
-        watched = {"run": self._run, "driver": os.getpid(), "paths": [str(path) for path in self._paths]}
+        self._since = time.time()
+        watched = {
+            "run": self._run,
+            "driver": os.getpid(),
+            "paths": [str(path) for path in self._paths],
+            "since": self._since,
+        }
         self._say(json.dumps(watched) + "\n")
         return self
 
@@ -187,7 +224,7 @@ class Guardian:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None and self._process.stdin is not None
-        self.leftovers = clean(self._run, self._paths, grace_s=GRACE_S)
+        self.leftovers = clean(self._run, self._paths, grace_s=GRACE_S, since=self._since)
         self._say("done\n")
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -213,7 +250,7 @@ def main() -> None:
     line, _, said = said.partition(b"\n")
     watched = json.loads(line)
     if not _ended_well(pipe, said, watched["driver"]):
-        clean(watched["run"], [Path(path) for path in watched["paths"]], passes=4)
+        clean(watched["run"], [Path(path) for path in watched["paths"]], passes=4, since=watched["since"])
 
 
 def _ended_well(pipe: int, said: bytes, driver: int) -> bool:

@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOMAINS = ROOT / "examples" / "quickstart" / "domains"
 UPDATES = 4
+BEGAN = time.time()
 JOB = f"""
 name = "small"
 [policy]
@@ -99,10 +100,11 @@ def left_behind(run: str) -> dict[str, list[str]]:
         "containers": [container.name for container in asyncio.run(containers(run))],
         "processes": processes,
         "shared memory": [path.name for path in Path("/dev/shm").glob(f"crosstrain-{run}-*")],
+        "semaphores": [path.name for path in Path("/dev/shm").glob("sem.mp-*") if path.stat().st_mtime > BEGAN],
     }
 
 
-NOTHING: dict[str, list[str]] = {"containers": [], "processes": [], "shared memory": []}
+NOTHING: dict[str, list[str]] = {"containers": [], "processes": [], "shared memory": [], "semaphores": []}
 
 
 @pytest.fixture(scope="module")
