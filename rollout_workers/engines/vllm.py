@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS = 8
 """Tokens of each warm-up request: enough to run the kernels of prefill and decode once at full width."""
+REAPED_S = 0.5
+"""How long the exit code of an ended process may take to show."""
 PREFILL_TOKENS = 4096
 """Prompt tokens computed in one engine step on a CPU; more would hold up the requests that are being written."""
 
@@ -261,7 +263,9 @@ class VllmEngine:
     def _on_exit(self, process: BaseProcess) -> None:
         """A process of the engine ended by itself."""
         assert self._directory is not None
-        process.join()
+        deadline = time.monotonic() + REAPED_S
+        while process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.001)  # vLLM's own monitor thread may have collected the exit code and not have noted it yet
         cause = last_error(self._directory.name)
         self._fail(f"the engine's process ended with exit code {process.exitcode}" + (f": {cause}" if cause else ""))
 
