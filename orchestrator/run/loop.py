@@ -25,8 +25,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollout_workers.parity import compare
-
 from orchestrator.config import RlConfig
 from orchestrator.errors import ParityBroken, RunStalled
 from orchestrator.run.batch import BatchBuilder
@@ -37,6 +35,7 @@ from orchestrator.run.telemetry import SyncRecord, Telemetry, UpdateRecord
 from reward.score import Status
 from reward.task import Task
 from rollout_workers.config import EngineConfig
+from rollout_workers.parity import compare
 from rollout_workers.types import Episode
 from rollout_workers.worker import GroupRequest
 from trainer.learner import Published
