@@ -89,7 +89,8 @@ def clean(
         time.sleep(0.05)
     for number in range(1, PASSES + 1):
         found = Leftovers(processes=_kill_processes(run), shared_memory=_remove_shared_memory(run))
-        _remove_semaphores(since)
+        for path in orphan_semaphores(since) if since is not None else ():
+            path.unlink(missing_ok=True)
         _remove_containers(run, found)
         total.add(found)
         if not found and number >= passes:
@@ -140,21 +141,22 @@ def _remove_shared_memory(run: str) -> list[str]:
     return removed
 
 
-def _remove_semaphores(since: float | None) -> None:
-    """Named semaphores stay when the process that made them is killed. A living one is mapped by its maker."""
-    if since is None:
-        return
-    old = [path for path in SHARED_MEMORY.glob("sem.mp-*") if _made_since(path, since)]
-    if not old:
-        return
+def orphan_semaphores(since: float) -> list[Path]:
+    """Semaphores of Python's multiprocessing made after `since` (seconds since the epoch) that no process maps.
+
+    Named ones stay when the process that made them is killed; a living one is mapped by its maker.
+    """
+    recent = [path for path in SHARED_MEMORY.glob("sem.mp-*") if _made_since(path, since)]
     mapped = set()  # by inode: the C library maps a semaphore under a temporary name before it gives it the final one
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for maps in Path("/proc").glob("[0-9]*/maps") if recent else ():
         with contextlib.suppress(OSError):
             mapped.update(int(line.split()[4]) for line in maps.read_text().splitlines() if f"{SHARED_MEMORY}/" in line)
-    for path in old:
+    orphans = []
+    for path in recent:
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino not in mapped:
-                path.unlink()
+                orphans.append(path)
+    return orphans
 
 
 def _made_since(path: Path, since: float) -> bool:

@@ -84,7 +84,7 @@ def left_behind(run: str) -> dict[str, list[str]]:
     """Containers, processes, shared memory and temporary folders that carry the run's id."""
     import asyncio
 
-    from orchestrator.run.guardian import RUN_VARIABLE
+    from orchestrator.run.guardian import RUN_VARIABLE, orphan_semaphores
     from sandboxes.reaper import containers
 
     wanted = f"{RUN_VARIABLE}={run}".encode()
@@ -100,7 +100,7 @@ def left_behind(run: str) -> dict[str, list[str]]:
         "containers": [container.name for container in asyncio.run(containers(run))],
         "processes": processes,
         "shared memory": [path.name for path in Path("/dev/shm").glob(f"crosstrain-{run}-*")],
-        "semaphores": [path.name for path in Path("/dev/shm").glob("sem.mp-*") if path.stat().st_mtime > BEGAN],
+        "semaphores": [path.name for path in orphan_semaphores(BEGAN)],
     }
 
 
