@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOMAINS = ROOT / "examples" / "quickstart" / "domains"
 UPDATES = 4
-BEGAN = time.time()
 JOB = f"""
 name = "small"
 [policy]
@@ -45,6 +44,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """`crosstrain run` in a process group of its own, as a terminal would start it."""
+    (folder / "began").touch()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("RAY_ADDRESS", None)
     with (folder / "stderr.txt").open("a") as stderr:
@@ -80,8 +80,8 @@ def wait_for_updates(process: subprocess.Popen[str], folder: Path, count: int) -
         time.sleep(0.2)
 
 
-def left_behind(run: str) -> dict[str, list[str]]:
-    """Containers, processes, shared memory and temporary folders that carry the run's id."""
+def left_behind(run: str, folder: Path) -> dict[str, list[str]]:
+    """Containers, processes and shared memory that carry the run's id, and orphaned semaphores since it was started."""
     import asyncio
 
     from orchestrator.run.guardian import RUN_VARIABLE, orphan_semaphores
@@ -100,7 +100,7 @@ def left_behind(run: str) -> dict[str, list[str]]:
         "containers": [container.name for container in asyncio.run(containers(run))],
         "processes": processes,
         "shared memory": [path.name for path in Path("/dev/shm").glob(f"crosstrain-{run}-*")],
-        "semaphores": [path.name for path in orphan_semaphores(BEGAN)],
+        "semaphores": [path.name for path in orphan_semaphores((folder / "began").stat().st_mtime)],
     }
 
 
@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(job: Path) -> None:
     process.communicate(timeout=120)
     assert process.returncode == 3, (job / "stderr.txt").read_text()
     folder = run_folder(job)
-    assert left_behind(folder.name) == NOTHING
+    assert left_behind(folder.name, job) == NOTHING
     assert any((folder / "checkpoints").glob("[0-9]*/state.json"))
     assert "Traceback" not in (job / "stderr.txt").read_text()
 
@@ -151,7 +151,7 @@ def test_the_stopped_run_is_resumed_to_its_end_and_everything_holds(job: Path) -
     assert set(report["domains"]) == {"terminal", "code", "math", "tools"}
     assert all(delta["n"] == 6 for delta in report["domains"].values())
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG") and (folder / "report.md").is_file()
-    assert left_behind(folder.name) == NOTHING
+    assert left_behind(folder.name, job) == NOTHING
 
 
 def test_the_trained_policy_is_a_model_that_transformers_loads(job: Path) -> None:
@@ -171,10 +171,10 @@ def test_a_killed_driver_leaves_nothing_after_a_minute(tmp_path: Path) -> None:
     process = start(tmp_path)
     wait_for_updates(process, tmp_path, 1)
     run = run_folder(tmp_path).name
-    assert left_behind(run)["containers"], "there is something to clean up"
+    assert left_behind(run, tmp_path)["containers"], "there is something to clean up"
     process.kill()
     process.communicate(timeout=30)
     deadline = time.monotonic() + 60
-    while left_behind(run) != NOTHING and time.monotonic() < deadline:
+    while left_behind(run, tmp_path) != NOTHING and time.monotonic() < deadline:
         time.sleep(1)
-    assert left_behind(run) == NOTHING
+    assert left_behind(run, tmp_path) == NOTHING
