@@ -52,7 +52,8 @@ class GroupRequest:
 class NoSandboxes:
     """The source of sandboxes of a job none of whose domains needs one."""
 
-    latencies = Latencies()
+    def __init__(self) -> None:
+        self.latencies = Latencies()
 
     async def acquire(self, *, timeout_s: float | None = None) -> Sandbox:
         """Always raises `NoCapacity`."""

@@ -59,7 +59,6 @@ class JobRun:
         Raises `SpecError` or `DomainError` before anything is started or written.
         """
         self._spec = spec
-        self._source = source
         self._domains = _load_domains(spec, source)
         self.id = _find_run(spec, runs, resume) if resume else _new_id(spec.name)
         self.folder = (runs / self.id).resolve()

@@ -8,7 +8,6 @@ import pytest
 
 from reward.domain import Domain, load_domain
 from reward.score import Status
-from reward.task import Task
 from rollout_workers.config import EngineConfig
 from rollout_workers.engines.fake import FakeEngine
 from rollout_workers.worker import GroupRequest, NoSandboxes, RolloutWorker
@@ -136,7 +135,3 @@ async def test_at_most_the_configured_number_of_episodes_is_in_progress(model: s
         assert 1 <= peak <= 2
     finally:
         await worker.close()
-
-
-def test_tasks_are_plain_data() -> None:
-    assert Task("a", "d", "train", "p") == Task("a", "d", "train", "p")
