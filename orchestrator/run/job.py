@@ -216,6 +216,7 @@ class JobRun:
 
     async def _save_interrupted(self, fleet: Fleet, loop: RlLoop) -> None:
         """A checkpoint at the version the trainer has reached, whatever was going on."""
+        await loop.settle()
         version = await fleet.learner.version()
         await self._save(fleet, version, loop.sampler_state(version))
         self._view.say(f"checkpoint saved at update {version}; go on with --resume {self.id}")

@@ -107,6 +107,7 @@ class RlLoop:
         self._trained: asyncio.Queue[Published] = asyncio.Queue()
         self._changed = asyncio.Condition()
         self._served = 0
+        self._update: asyncio.Task[None] | None = None
 
     async def run(self, first: int, last: int, on_update: OnUpdate) -> None:
         """Train updates `first` to `last - 1`; every engine already serves version `first`."""
@@ -118,7 +119,14 @@ class RlLoop:
                 loops.create_task(self._train(first, last, on_update))
                 loops.create_task(self._publish(last - first))
         except BaseExceptionGroup as group:
+            if self._update is not None:
+                self._update.cancel()
             raise _first_error(group) from None
+
+    async def settle(self) -> None:
+        """After `run` was cancelled: wait for the update that the trainer was at, which it makes in any case."""
+        if self._update is not None:
+            await self._update
 
     async def publish(self, published: Published) -> None:
         """Hand a version to every engine and prove it. Raises `ParityBroken` when an engine fails the probe twice."""
@@ -161,17 +169,21 @@ class RlLoop:
                 lambda i=index: i in self._batches and self._batches[i].full, f"the groups of batch {index}"
             )
             await self._until(lambda i=index: self._served >= i - 1, f"the publish of version {index - 1}")
-            started = time.monotonic()
             batch = self._batches.pop(index)
-            built = self._builder.build(index, batch.groups)
-            assert built.staleness <= self._rl.max_staleness, "admission let a token in that is too old"
-            outcome = await self._within(self._learner.train(built.samples), f"the trainer's update {index}")
-            self._trained.put_nowait(outcome.published)
-            done = time.monotonic()
-            self._telemetry.updated(
-                UpdateRecord(index, batch.plan.quota, built, outcome.metrics, done - started, started - idle_from)
-            )
+            self._update = asyncio.create_task(self._train_on(index, batch, time.monotonic() - idle_from))
+            await asyncio.shield(self._update)  # a trained update without a record would be missing from every count
             await on_update(index + 1, self.sampler_state(index + 1))
+
+    async def _train_on(self, index: int, batch: _Batch, waited_s: float) -> None:
+        started = time.monotonic()
+        built = self._builder.build(index, batch.groups)
+        assert built.staleness <= self._rl.max_staleness, "admission let a token in that is too old"
+        outcome = await self._within(self._learner.train(built.samples), f"the trainer's update {index}")
+        self._trained.put_nowait(outcome.published)
+        train_s = time.monotonic() - started
+        self._telemetry.updated(
+            UpdateRecord(index, batch.plan.quota, built, outcome.metrics, train_s, waited_s)
+        )
 
     async def _publish(self, count: int) -> None:
         for _ in range(count):

@@ -1,5 +1,6 @@
 """The four loops over a fake fleet: exact quotas, bounded staleness, retries, proofs, and errors that do not hang."""
 
+import asyncio
 import random
 
 import pytest
@@ -172,3 +173,18 @@ async def test_a_checkpoint_holds_the_state_from_which_the_next_batch_is_planned
         return sorted(r.task.id for r in worker.requests if f"@{batch}." in r.id)
 
     assert tasks_of(again.workers[0], 2) == tasks_of(setup.workers[0], 2)
+
+
+async def test_the_update_that_an_interruption_meets_is_recorded() -> None:
+    setup = Setup()
+    setup.learner.seconds = 0.05
+    running = asyncio.create_task(setup.run(50))
+    while not setup.learner.current:  # noqa: ASYNC110 - the fake has no event
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.02)  # into the second update
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await setup.loop.settle()
+    assert setup.telemetry.update == setup.learner.current == len(setup.telemetry.domains["a"].pass_rate)
+    assert setup.loop.sampler_state(setup.learner.current)["next_batch"] == setup.learner.current
