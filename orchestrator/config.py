@@ -33,7 +33,7 @@ class DomainEntry(BaseModel):
     path: Path
     """Folder with a `domain.toml`, relative to the job file."""
     weight: float = Field(default=1.0, ge=0)
-    """Share in the gradient, relative to the other domains; 0 only evaluates the domain."""
+    """Share in the loss, of warm start and reinforcement learning, relative to other domains; 0 only evaluates it."""
 
 
 class RlConfig(BaseModel):
@@ -72,6 +72,8 @@ class EvaluationConfig(BaseModel):
 
     max_tasks: int = Field(default=100, ge=2)
     """Held-out tasks of each domain that are measured, the first ones of its file."""
+    samples: int = Field(default=1, ge=1)
+    """Episodes of each task; more than one is of use above temperature 0."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Level of the intervals in the report."""
 

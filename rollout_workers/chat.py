@@ -8,7 +8,7 @@ without it.
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from jinja2 import TemplateError
@@ -18,8 +18,13 @@ from rollout_workers.errors import EngineConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_USER = {"role": "user", "content": "question"}
-_ASSISTANT = {"role": "assistant", "content": "reply"}
+Message = tuple[str, str]
+"""Role and content."""
+
+_USER: Message = ("user", "question")
+_ASSISTANT: Message = ("assistant", "reply")
+RENDERED_KEPT = 1024
+"""Rendered conversations kept: a group's episodes begin alike, and many observations are empty."""
 
 
 class Chat(Protocol):
@@ -70,6 +75,7 @@ class ChatTokenizer:
         self._eos_id = eos_id
         special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
         special.update(self._tokenizer.all_special_tokens)
+        self._render = lru_cache(RENDERED_KEPT)(self._render_messages)
         self._special = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
 
     @property
@@ -79,8 +85,8 @@ class ChatTokenizer:
 
     def prompt_ids(self, system: str, user: str) -> tuple[int, ...]:
         """Ids of the conversation's start, up to where the policy begins to write. An empty `system` is left out."""
-        messages = [{"role": "system", "content": self._plain(system)}] if system else []
-        return self._render([*messages, {"role": "user", "content": self._plain(user)}], generation_prompt=True)
+        first: tuple[Message, ...] = (("system", self._plain(system)),) if system else ()
+        return self._render((*first, ("user", self._plain(user))), generation_prompt=True)
 
     def observation_ids(self, text: str) -> tuple[int, ...]:
         """Ids from the end of a policy message (its end-of-turn token excluded) to where the policy writes the next.
@@ -88,8 +94,7 @@ class ChatTokenizer:
         Raises `EngineConfigError` when the template rewrites what came before: such a conversation cannot be extended.
         """
         before = self._first_turn
-        messages = [_USER, _ASSISTANT, {"role": "user", "content": self._plain(text)}]
-        after = self._render(messages, generation_prompt=True)
+        after = self._render((_USER, _ASSISTANT, ("user", self._plain(text))), generation_prompt=True)
         if after[: len(before)] != before:
             raise EngineConfigError(
                 f"model: the chat template of {self._name} changes earlier messages when the conversation goes on; "
@@ -110,24 +115,25 @@ class ChatTokenizer:
     @cached_property
     def _first_turn(self) -> tuple[int, ...]:
         """A question and a reply, up to and including the reply's end-of-turn token."""
-        ids = self._render([_USER, _ASSISTANT], generation_prompt=False)
+        ids = self._render((_USER, _ASSISTANT), generation_prompt=False)
         end = max((index for index, token in enumerate(ids) if token == self.eos_id), default=-1)
-        if end < 0 or _ASSISTANT["content"] in self.decode(ids[end:]):
+        if end < 0 or _ASSISTANT[1] in self.decode(ids[end:]):
             raise EngineConfigError(
                 f"model: the chat template of {self._name} does not end assistant messages with "
                 f"{self._tokenizer.eos_token}; set eos_token in its tokenizer_config.json to the token that does"
             )
         return ids[: end + 1]
 
-    def _render(self, messages: list[dict[str, str]], *, generation_prompt: bool) -> tuple[int, ...]:
+    def _render_messages(self, messages: tuple[Message, ...], *, generation_prompt: bool) -> tuple[int, ...]:
+        rows = [{"role": role, "content": content} for role, content in messages]
         try:
             ids = self._tokenizer.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=generation_prompt, return_dict=False
+                rows, tokenize=True, add_generation_prompt=generation_prompt, return_dict=False
             )
         except TemplateError as error:
             raise EngineConfigError(
-                f"model: the chat template of {self._name} refuses the roles {[m['role'] for m in messages]}: {error}; "
-                "use a template with system, user and assistant messages"
+                f"model: the chat template of {self._name} refuses the roles {[role for role, _ in messages]}: {error}"
+                "; use a template with system, user and assistant messages"
             ) from error
         return tuple(ids)  # type: ignore[arg-type]  # a list of ids, as asked
 

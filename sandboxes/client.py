@@ -146,20 +146,31 @@ class AgentSandbox:
         timeout_s: float | None = None,
     ) -> ExecResult:
         """See `Sandbox.exec`."""
+        began = time.perf_counter()
+        result = await self._execute(command, stdin, cwd, env or {}, timeout_s, python=False)
+        if self._latencies is not None:
+            self._latencies.observe(time.perf_counter() - began)
+        return result
+
+    async def python(self, source: str, *, stdin: bytes = b"", timeout_s: float | None = None) -> ExecResult:
+        """See `Sandbox.python`."""
+        return await self._execute(source, stdin, WORKDIR, {}, timeout_s, python=True)
+
+    async def _execute(
+        self, text: str, stdin: bytes, cwd: str, env: Mapping[str, str], timeout_s: float | None, *, python: bool
+    ) -> ExecResult:
         timeout_s = self.lease.command_timeout_s if timeout_s is None else timeout_s
         header = {
             "op": "exec",
             "lease": self.lease.id,
-            "command": command,
+            "command": text,
+            "python": python,
             "cwd": cwd,
-            "env": dict(env or {}),
+            "env": dict(env),
             "timeout_s": timeout_s,
             "output_bytes": self.lease.output_bytes,
         }
-        began = time.perf_counter()
         answer, blobs = await self._connection.request(header, stdin, timeout_s=timeout_s + ANSWER_GRACE_S)
-        if self._latencies is not None:
-            self._latencies.observe(time.perf_counter() - began)
         (stdout, cut), (stderr, cut_too) = (
             joined(blobs[i], blobs[i + 1], length) for i, length in zip((0, 2), answer["lengths"], strict=True)
         )

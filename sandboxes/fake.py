@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -80,6 +81,10 @@ class FakeSandbox:
             )
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         return ExecResult(code, stdout, stderr, cut or cut_too, timed_out, seconds)
+
+    async def python(self, source: str, *, stdin: bytes = b"", timeout_s: float | None = None) -> ExecResult:
+        """See `Sandbox.python`."""
+        return await self.exec(f"exec python3 -I -S -c {shlex.quote(source)}", stdin=stdin, timeout_s=timeout_s)
 
     async def _finish(self, process: asyncio.subprocess.Process, timeout_s: float) -> bool:
         """Wait for the shell, or kill everything when the deadline passes or the caller gives up; whether it passed."""

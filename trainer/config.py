@@ -34,7 +34,9 @@ class TrainerConfig(BaseModel):
     learning_rate: float = Field(default=5e-4, gt=0)
     """Peak learning rate of AdamW in reinforcement learning."""
     warmup_updates: int = Field(default=5, ge=0)
-    """Updates of linear warm-up, after which the rate is constant."""
+    """Updates of linear warm-up."""
+    decay_updates: int = Field(default=0, ge=0)
+    """Update at which the rate has fallen to a tenth of its peak along a cosine; 0 keeps it constant."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW moment decays."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -67,6 +69,12 @@ class SftConfig(BaseModel):
     batch_size: int = Field(default=64, ge=1)
     """Demonstrations a step, drawn with equal share per domain."""
     learning_rate: float = Field(default=2e-3, gt=0)
-    """Peak learning rate, after a warm-up of a tenth of the steps, falling to a tenth along a cosine."""
+    """Peak learning rate, after a warm-up of a tenth of the steps."""
+    final_rate: float = Field(default=0.1, ge=0, le=1)
+    """Part of the peak that the rate has fallen to at the last step, along a cosine."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Part of each token's target that is spread over the whole vocabulary. It keeps the warm start from being sure of
+    itself, so that reinforcement learning has something left to explore.
+    """
     threads: int = Field(default=2, ge=1)
     """Intra-op threads on a CPU: no engine generates during this stage."""

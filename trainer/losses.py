@@ -16,6 +16,11 @@ def token_logprobs(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return -torch.nn.functional.cross_entropy(_wide(logits_NV), targets_N, reduction="none")
 
 
+def imitation_loss(logits_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tensor:
+    """(1 − s)·−log π(target) + s·mean_v −log π_v, shape N: label smoothing (arXiv 1512.00567, sec. 7)."""
+    return torch.nn.functional.cross_entropy(_wide(logits_NV), targets_N, reduction="none", label_smoothing=smoothing)
+
+
 def entropy(logits_NV: Tensor) -> Tensor:
     """Exact entropy of each token's distribution, −Σ_v π_v log π_v, shape N, in nats."""
     logprobs_NV = torch.log_softmax(_wide(logits_NV), dim=-1)

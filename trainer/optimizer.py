@@ -13,20 +13,19 @@ Schedule = Callable[[int], float]
 """Steps taken so far to the learning rate of the next."""
 
 
-def warmup_then_constant(peak: float, warmup: int) -> Schedule:
-    """Linear from peak/warmup to `peak` over `warmup` steps, then constant."""
-    return lambda step: peak * min(1.0, (step + 1) / max(warmup, 1))
+def warmup_then_cosine(peak: float, warmup: int, steps: int = 0, final: float = 0.1) -> Schedule:
+    """Linear from peak/warmup to `peak` over `warmup` steps, then a cosine down to `final`·peak at the last of `steps`.
 
-
-def warmup_then_cosine(peak: float, steps: int) -> Schedule:
-    """Linear warm-up over a tenth of `steps`, then a cosine down to a tenth of `peak` at the last step."""
-    warmup = max(steps // 10, 1)
+    Stays there afterwards. `steps = 0` keeps the peak.
+    """
 
     def rate(step: int) -> float:
         if step < warmup:
             return peak * (step + 1) / warmup
+        if not steps:
+            return peak
         progress = min(1.0, (step - warmup) / max(steps - 1 - warmup, 1))
-        return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+        return peak * (final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
     return rate
 

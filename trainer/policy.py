@@ -41,7 +41,8 @@ CHAT_TEMPLATE = (
 def init_policy(preset: Preset, path: str | os.PathLike[str], seed: int) -> None:
     """Write a freshly initialised policy to the new directory `path`, whole or not at all.
 
-    `tiny-moe`: a Qwen3-MoE of 1.8 M float32 parameters (4 layers, 8 experts, top-2) over bytes.
+    `tiny-moe`: a Qwen3-MoE of 2.0 M float32 parameters (2 layers, 8 experts, top-2) over bytes. Two layers are the
+    fewest that can copy by attention; more of them cost engine and trainer time and learnt later.
     Raises PolicyError for an unknown preset, and when `path` exists or cannot be written.
     """
     if preset != "tiny-moe":
@@ -129,12 +130,12 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path
 def _tiny_moe_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
+        hidden_size=192,
         intermediate_size=256,  # of dense layers: there are none
-        moe_intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        moe_intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,

@@ -1,4 +1,4 @@
-"""The supervised warm start: next-token loss on demonstrations, each tag with an equal share.
+"""The supervised warm start: next-token loss on demonstrations, each tag with the share that its weight asks for.
 
 A demonstration becomes a Sample whose weights carry the averaging, so batching and padding are the trainer's own. The
 stage ends with a saved policy; reinforcement learning then starts a fresh optimiser from it.
@@ -30,7 +30,9 @@ class Demonstration:
     loss_mask: tuple[int, ...]
     """1 for tokens to imitate; same length."""
     tag: str = ""
-    """The domain's name; each tag of a batch has the same share of the loss."""
+    """The domain's name."""
+    weight: float = 1.0
+    """The tag's share of the loss relative to other tags; the same for all of its demonstrations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class SftMetrics:
     """One supervised step."""
 
     loss: float
-    """Mean over tags of the mean negative log-likelihood of their tokens, in nats."""
+    """Weighted mean over tags of the mean loss of their tokens, in nats."""
     grad_norm: float
     """Global gradient norm before clipping."""
     learning_rate: float
@@ -67,11 +69,12 @@ class SftStage:
         self._policy = PolicyModel(model, torch.device(device), trainer.dtype)
         self._optimizer = Optimizer(
             self._policy.hf,
-            warmup_then_cosine(config.learning_rate, config.steps),
+            warmup_then_cosine(config.learning_rate, max(config.steps // 10, 1), config.steps, config.final_rate),
             trainer.betas,
             trainer.weight_decay,
             trainer.max_grad_norm,
         )
+        self._smoothing = config.label_smoothing
         self._config = trainer
 
     def sft_step(self, demonstrations: Sequence[Demonstration]) -> SftMetrics:
@@ -84,15 +87,15 @@ class SftStage:
         total = 0.0
         for batch in batches:
             logits_NV, routing = self._policy.forward(batch)
-            likelihood = -(batch.weights_N * losses.token_logprobs(logits_NV, batch.targets_N)).sum()
-            loss = likelihood
+            imitation_N = losses.imitation_loss(logits_NV, batch.targets_N, self._smoothing)
+            loss = imitation = (batch.weights_N * imitation_N).sum()
             if routing and self._config.loss.router_aux:
                 # Demonstrations are drawn alike, so a micro-batch's own loads stand for the batch's.
                 load_LE = routing.counts_LE / routing.counts_LE.sum(-1, keepdim=True)
                 balance = losses.load_balancing(routing.probability_sum_LE / valid, load_LE)
                 loss = loss + self._config.loss.router_aux * balance
             loss.backward()
-            total += float(likelihood.detach())
+            total += float(imitation.detach())
         norm, rate = self._optimizer.step(total)
         tokens = sum(sum(demonstration.loss_mask) for demonstration in demonstrations)
         return SftMetrics(total, norm, rate, tokens, time.perf_counter() - started)
@@ -103,15 +106,20 @@ class SftStage:
 
 
 def _weighted(demonstrations: Sequence[Demonstration]) -> list[Sample]:
-    """Samples whose weights sum to 1, in equal parts for each tag; one tag label, so that lengths alone cut batches."""
+    """Samples whose weights sum to 1, shared out by tag; one tag label, so that lengths alone cut batches."""
     tokens: Counter[str] = Counter()
+    shares: dict[str, float] = {}
     for demonstration in demonstrations:
-        tokens[demonstration.tag] += sum(demonstration.loss_mask)
-    tags = sum(1 for count in tokens.values() if count)
+        count = sum(demonstration.loss_mask)
+        tokens[demonstration.tag] += count
+        if count:
+            shares[demonstration.tag] = demonstration.weight
+    whole = sum(shares.values())
     samples: list[Sample] = []
     for demonstration in demonstrations:
         length = len(demonstration.token_ids)
-        weight = 1.0 / (tags * tokens[demonstration.tag]) if tokens[demonstration.tag] else 0.0
+        tag = demonstration.tag
+        weight = shares[tag] / (whole * tokens[tag]) if tokens[tag] and whole else 0.0
         nothing = (0.0,) * length
         samples.append(Sample(demonstration.token_ids, demonstration.loss_mask, nothing, nothing, (weight,) * length))
     return samples

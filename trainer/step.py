@@ -25,7 +25,7 @@ from trainer.batching import MicroBatch, check_samples, micro_batches, split_min
 from trainer.config import TrainerConfig
 from trainer.metrics import BatchTally, StepMetrics
 from trainer.model import PolicyModel, Routing
-from trainer.optimizer import Optimizer, warmup_then_constant
+from trainer.optimizer import Optimizer, warmup_then_cosine
 from trainer.policy import load_policy, save_policy
 from trainer.sample import Sample
 
@@ -48,7 +48,7 @@ class Trainer:
         self._reference = PolicyModel(reference, torch.device(device), config.dtype) if reference else None
         self.optimizer = Optimizer(
             self._policy.hf,
-            warmup_then_constant(config.learning_rate, config.warmup_updates),
+            warmup_then_cosine(config.learning_rate, config.warmup_updates, config.decay_updates),
             config.betas,
             config.weight_decay,
             config.max_grad_norm,

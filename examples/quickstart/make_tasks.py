@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EVAL_TASKS = 80
-TRAIN_TASKS = {"terminal": 400, "code": 400, "math": 500, "tools": 220}
-"""Enough that a warm start does not know them all by heart; tool calling has fewer because its schemas are long."""
+TRAIN_TASKS = {"terminal": 1200, "code": 840, "math": 1200, "tools": 860}
+"""So many that a run meets few of them twice: with a third of them training rates rose and held-out rates did not."""
 DOMAINS = Path(__file__).parent / "domains"
 
 LETTERS = "ABCDEFGHIJKLMNOP"
@@ -65,9 +65,9 @@ def _follow(rng: random.Random) -> Draft:
 
 
 def _clean(rng: random.Random) -> Draft:
-    name = _name(rng)
-    data = {"files": {name: "1\n", "log": "1\n"}, "expect": {name: None, "log": "1\n"}}
-    return Draft("delete all but log", data, ("ls", f"rm {name}", "exit"))
+    kept, other = _names(rng, 2)
+    data = {"files": {kept: "1\n", other: "1\n"}, "expect": {kept: "1\n", other: None}}
+    return Draft(f"delete all but {kept}", data, ("ls", f"rm {other}", "exit"))
 
 
 # code: the comment says what the completion must compute -------------------------------------------------------------
@@ -84,7 +84,7 @@ _OPERATIONS = {"add": "+", "subtract": "-", "times": "*"}
 
 
 def _arithmetic(rng: random.Random) -> Draft:
-    operation, constant = rng.choice(list(_OPERATIONS)), rng.randint(2, 99)
+    operation, constant = rng.choice(list(_OPERATIONS)), rng.randint(2, 149)
     return _function(
         "x", f"{operation} {constant}", f"x{_OPERATIONS[operation]}{constant}", rng.sample(range(-50, 50), 2)
     )
@@ -103,23 +103,25 @@ def _aggregate(rng: random.Random) -> Draft:
     return _function("a", f"{call}, {operation} {constant}", f"{call}(a){_OPERATIONS[operation]}{constant}", lists)
 
 
-# math: the sum, written out; nothing carries, so that training meets every pair of last digits ----------------------
+# math: place value, so that one rule holds for all digits ------------------------------------------------------------
 
 
-def _sum(rng: random.Random) -> Draft:
-    b = rng.randint(1, 9)
-    a = 10 * rng.randint(1, 9) + rng.randint(0, 9 - b)
-    return _equation(f"{a}+{b}", a + b)
+def _compose(rng: random.Random) -> Draft:
+    parts = [place * rng.randint(1, 9) for place in (100, 10, 1)]
+    if rng.random() < 0.5:
+        parts.remove(rng.choice(parts))
+    rng.shuffle(parts)
+    return _number_wanted("+".join(map(str, parts)), sum(parts))
 
 
-def _difference(rng: random.Random) -> Draft:
-    b = rng.randint(1, 9)
-    a = 10 * rng.randint(1, 9) + rng.randint(b, 9)
-    return _equation(f"{a}-{b}", a - b)
+def _remove(rng: random.Random) -> Draft:
+    parts = [place * rng.randint(1, 9) for place in (100, 10, 1)]
+    part = rng.choice(parts)
+    return _number_wanted(f"{sum(parts)}-{part}", sum(parts) - part)
 
 
-def _equation(question: str, answer: int) -> Draft:
-    return Draft(question, {"answer": str(answer)}, (f"{question}={answer}",))
+def _number_wanted(question: str, answer: int) -> Draft:
+    return Draft(question, {"answer": str(answer)}, (str(answer),))
 
 
 # tools: one JSON call ------------------------------------------------------------------------------------------------
@@ -127,8 +129,10 @@ def _equation(question: str, answer: int) -> Draft:
 _TOOLS: Mapping[str, tuple[str, str, str]] = {
     "wait": ("min", "integer", "pause for"),
     "dim": ("pct", "integer", "light at"),
+    "heat": ("deg", "integer", "warm to"),
     "call": ("who", "string", "ring"),
     "open": ("app", "string", "start"),
+    "find": ("key", "string", "look for"),
 }
 """Name of the tool: its one parameter, the parameter's type, and how people ask for it."""
 
@@ -150,7 +154,7 @@ def _call(rng: random.Random, kind: str, value: int | str) -> Draft:
 
 
 def _number(rng: random.Random) -> Draft:
-    return _call(rng, "integer", rng.randint(10, 99))
+    return _call(rng, "integer", rng.randint(10, 199))
 
 
 def _word(rng: random.Random) -> Draft:
@@ -160,7 +164,7 @@ def _word(rng: random.Random) -> Draft:
 KINDS: Mapping[str, Mapping[str, Kind]] = {
     "terminal": {"copy": _copy, "rename": _rename, "follow": _follow, "clean": _clean},
     "code": {"arithmetic": _arithmetic, "affix": _affix, "aggregate": _aggregate},
-    "math": {"sum": _sum, "difference": _difference},
+    "math": {"compose": _compose, "remove": _remove},
     "tools": {"number": _number, "word": _word},
 }
 

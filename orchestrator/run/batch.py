@@ -1,7 +1,4 @@
-"""From the finished groups of a batch to the trainer's samples:
-
-credit goes in here, and the trainer stays blind to it.
-"""
+"""From the finished groups of a batch to the trainer's samples. Credit goes in here; the trainer stays blind to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +34,10 @@ class DomainBatch:
     """Policy tokens of an episode."""
     truncated: int
     """Episodes ended by a budget."""
+    staleness: int
+    """Largest age in versions of any policy token."""
+    mean_staleness: float
+    """Mean age of the policy tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,11 @@ class BuiltBatch:
     """Sequences that carry signal."""
     domains: Mapping[str, DomainBatch]
     """Figures by domain."""
-    staleness: int
-    """Largest age in versions of any policy token of the batch."""
+
+    @property
+    def staleness(self) -> int:
+        """Largest age in versions of any policy token of the batch."""
+        return max((part.staleness for part in self.domains.values()), default=0)
 
 
 class BatchBuilder:
@@ -72,19 +76,18 @@ class BatchBuilder:
             for episode, advantage in zip(group, row, strict=True)
             if advantage is not None
         ]
-        return BuiltBatch(
-            tuple(samples),
-            {name: self._figures(name, members, advantages[name]) for name, members in groups.items()},
-            max(
-                (_age(episode, version) for members in groups.values() for group in members for episode in group),
-                default=0,
-            ),
-        )
+        figures = {name: self._figures(name, members, advantages[name], version) for name, members in groups.items()}
+        return BuiltBatch(tuple(samples), figures)
 
     def _figures(
-        self, name: str, groups: Sequence[Sequence[Episode]], advantages: Sequence[Sequence[float | None]]
+        self,
+        name: str,
+        groups: Sequence[Sequence[Episode]],
+        advantages: Sequence[Sequence[float | None]],
+        version: int,
     ) -> DomainBatch:
         graded = [e for group in groups for e in group if e.score.status is not Status.INFRA_ERROR]
+        ages = [age for group in groups for episode in group for age in _ages(episode, version)]
         deviation = self.normalizer.deviation(name)
         return DomainBatch(
             groups=len(groups),
@@ -101,6 +104,8 @@ class BatchBuilder:
             ),
             mean_tokens=sum(e.policy_tokens for e in graded) / len(graded),
             truncated=sum(e.score.status is Status.TRUNCATED for e in graded),
+            staleness=max(ages, default=0),
+            mean_staleness=sum(ages) / len(ages) if ages else 0.0,
         )
 
 
@@ -116,7 +121,6 @@ def _sample(episode: Episode, advantage: float, weight: float) -> Sample:
     )
 
 
-def _age(episode: Episode, version: int) -> int:
-    """Versions between the oldest policy token and the policy that is trained; 0 for an episode without one."""
-    written = [token for token, bit in zip(episode.versions, episode.loss_mask, strict=True) if bit]
-    return version - min(written, default=version)
+def _ages(episode: Episode, version: int) -> list[int]:
+    """Versions between each policy token and the policy that is trained."""
+    return [version - token for token, bit in zip(episode.versions, episode.loss_mask, strict=True) if bit]

@@ -1,14 +1,16 @@
 """Held-out measurement before and after training, paired task by task.
 
-Each task is played once, at `engine.sampling.eval_temperature`. The interval of a domain's change is Student's t on the
-per-task differences d_i, with the paired standard error √(Σ(d−d̄)²/(n(n−1))) (arXiv 2411.00640, section on paired
-differences); the macro change is the mean over domains, its variance the sum of theirs over D².
+Each task is played `evaluation.samples` times at `engine.sampling.eval_temperature`, and its mean counts. The interval
+of a domain's change is Student's t on the per-task differences d_i, with the paired standard error √(Σ(d−d̄)²/(n(n−1)))
+(arXiv 2411.00640, section on paired differences); the macro change is the mean over domains, its variance the sum of
+theirs over D².
 """
 
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from scipy import stats
 
@@ -21,16 +23,16 @@ from rollout_workers.worker import GroupRequest
 
 @dataclass(frozen=True, slots=True)
 class DomainScores:
-    """Pass or fail of a domain's held-out tasks, for example `DomainScores({"add-3-5": True}, {"add-3-5": 1.0})`."""
+    """How a domain's held-out tasks went, for example `DomainScores({"add-3-5": 0.75}, {"add-3-5": 0.8})`."""
 
-    passed: Mapping[str, bool]
-    """By task id; tasks that ended in an infrastructure error are absent."""
+    passed: Mapping[str, float]
+    """Share of a task's episodes that passed, by task id; tasks whose episodes could not be graded are absent."""
     reward: Mapping[str, float]
-    """Total on [0, 1] by task id."""
+    """Their mean total on [0, 1], by task id."""
 
     @property
     def pass_rate(self) -> float:
-        """Share of passed tasks; NaN when nothing could be graded."""
+        """Mean over tasks; NaN when nothing could be graded."""
         return sum(self.passed.values()) / len(self.passed) if self.passed else math.nan
 
 
@@ -56,23 +58,25 @@ async def evaluate(
     workers: Sequence[WorkerHandle],
     tasks: Mapping[str, Sequence[Task]],
     *,
+    samples: int,
     temperature: float,
     retries: int,
     label: str,
 ) -> dict[str, DomainScores]:
-    """Play every task once, spread over the workers. `label` names the measurement in episode ids."""
+    """Play every task `samples` times, spread over the workers. `label` names the measurement in episode ids."""
 
-    async def one(index: int, task: Task) -> Episode:
-        request = GroupRequest(f"{task.domain}/{task.id}@{label}", task, 1, temperature, retries, seed=index)
-        return (await workers[index % len(workers)].run_group(request))[0]
+    async def one(index: int, task: Task) -> list[Episode]:
+        name = f"{task.domain}/{task.id}@{label}"
+        request = GroupRequest(name, task, samples, temperature, retries, seed=index * samples)
+        played = await workers[index % len(workers)].run_group(request)
+        return [episode for episode in played if episode.score.status is not Status.INFRA_ERROR]
 
     flat = [task for rows in tasks.values() for task in rows]
-    episodes = await asyncio.gather(*(one(index, task) for index, task in enumerate(flat)))
-    valid = [episode for episode in episodes if episode.score.status is not Status.INFRA_ERROR]
+    graded = [played for played in await asyncio.gather(*(one(i, task) for i, task in enumerate(flat))) if played]
     return {
         name: DomainScores(
-            {e.task_id: e.score.passed for e in valid if e.domain == name},
-            {e.task_id: e.score.total for e in valid if e.domain == name},
+            {played[0].task_id: fmean(e.score.passed for e in played) for played in graded if played[0].domain == name},
+            {played[0].task_id: fmean(e.score.total for e in played) for played in graded if played[0].domain == name},
         )
         for name in tasks
     }
@@ -84,8 +88,8 @@ def paired_delta(before: DomainScores, after: DomainScores, confidence: float) -
     n = len(shared)
     if n == 0:
         return Delta(math.nan, math.nan, math.nan, (math.nan, math.nan), 0, math.nan)
-    first = [float(before.passed[task]) for task in shared]
-    last = [float(after.passed[task]) for task in shared]
+    first = [before.passed[task] for task in shared]
+    last = [after.passed[task] for task in shared]
     changes = [b - a for a, b in zip(first, last, strict=True)]
     mean = sum(changes) / n
     variance = sum((d - mean) ** 2 for d in changes) / (n * (n - 1)) if n > 1 else math.nan

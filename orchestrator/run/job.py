@@ -65,17 +65,17 @@ class JobRun:
         self._console = console
         self._checkpoints = Checkpoints(self.folder / "checkpoints", spec.rl.keep_checkpoints)
         self._restored = self._checkpoints.latest() if resume else None
-        weights = {
+        self._weights = {
             d.name: entry.weight for d, entry in zip(self._domains, spec.domains, strict=True) if entry.weight > 0
         }
         self._sampler = Sampler(
-            {d.name: d.train for d in self._domains if d.name in weights},
+            {d.name: d.train for d in self._domains if d.name in self._weights},
             groups_per_batch=spec.rl.groups_per_batch,
             memory=spec.rl.length_memory,
             seed=spec.seed,
             even_share=spec.rl.even_share,
         )
-        self._builder = BatchBuilder(weights, deviation_memory=spec.rl.deviation_memory)
+        self._builder = BatchBuilder(self._weights, deviation_memory=spec.rl.deviation_memory)
         self._baseline: dict[str, DomainScores] = {}
 
     async def execute(self) -> dict[str, Any]:
@@ -87,8 +87,9 @@ class JobRun:
             self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_only_one(self.folder))
             (self.folder / "job.json").write_text(self._spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
-            view = LiveView(self._console, telemetry, metrics_url=metrics.url)
+            view = LiveView(self._console, telemetry)
             view.say(f"run {self.id}")
+            view.say(f"metrics for Prometheus: {metrics.url}")
             self._telemetry, self._view = telemetry, view
             scratch = Path(tempfile.mkdtemp(prefix="crosstrain-"))
             os.environ[RUN_VARIABLE] = self.id  # marks every process started from here on as the run's
@@ -112,7 +113,8 @@ class JobRun:
         try:
             async with self._view.running():
                 await cluster.start()
-                self._view.dashboard = cluster.dashboard
+                if cluster.dashboard:
+                    self._view.say(f"Ray dashboard: {cluster.dashboard}")
                 fleet = await cluster.deploy(self._spec, self._domains, self._model())
                 return await self._stages(fleet)
         except BaseException:
@@ -152,7 +154,7 @@ class JobRun:
     async def _warm_start(self, fleet: Fleet, played: Sequence[Episode]) -> None:
         if self._spec.sft.steps:
             self._telemetry.enter("sft")
-            await warm_start(fleet.learner, played, self._spec.sft.steps, self._telemetry.supervised)
+            await warm_start(fleet.learner, played, self._weights, self._spec.sft.steps, self._telemetry.supervised)
             self._telemetry.enter("setup")
 
     async def _begin(self, fleet: Fleet, loop: RlLoop, probe: tuple[tuple[int, ...], ...]) -> int:
@@ -198,6 +200,7 @@ class JobRun:
         return await evaluate(
             fleet.workers,
             tasks,
+            samples=self._spec.evaluation.samples,
             temperature=self._spec.engine.sampling.eval_temperature,
             retries=self._spec.rl.episode_retries,
             label=label,

@@ -29,11 +29,9 @@ PHASES = {
 class LiveView:
     """Renders the telemetry. `async with view.running():` keeps it on the screen."""
 
-    def __init__(self, console: Console, telemetry: Telemetry, *, metrics_url: str) -> None:
+    def __init__(self, console: Console, telemetry: Telemetry) -> None:
         self._console = console
         self._telemetry = telemetry
-        self._metrics_url = metrics_url
-        self.dashboard = ""
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -89,28 +87,27 @@ class LiveView:
                 self._domains(),
                 self._figures(),
             ]
-        addresses = [f"Ray dashboard {self.dashboard}"] if self.dashboard else []
-        parts.append(Text("  ".join([*addresses, f"metrics {self._metrics_url}"]), style="dim"))
         return Group(*parts)
 
     def _domains(self) -> Table:
         t = self._telemetry
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("domain")
-        for title in ("reward", "pass rate", "quota", "signal", "tokens", "gradient", "errors"):
+        for title in ("reward", "pass rate", "tokens", "staleness", "quota", "signal", "gradient", "errors"):
             table.add_column(title, justify="right")
         for name, domain in t.domains.items():
             part = t.last.built.domains.get(name) if t.last else None
             if part is None or t.last is None:
-                table.add_row(name, *["–"] * 7)
+                table.add_row(name, *["–"] * 8)
                 continue
             table.add_row(
                 name,
                 f"{part.reward:.2f}",
                 f"{part.pass_rate:.2f}",
+                f"{part.mean_tokens:.0f}",
+                f"{part.mean_staleness:.1f} ≤ {part.staleness}",
                 f"{part.groups}/{t.last.quota[name]}",
                 f"{part.groups_with_signal}",
-                f"{part.mean_tokens:.0f}",
                 f"{domain.gradient_share[-1]:.2f}",
                 f"{domain.statuses[Status.INFRA_ERROR]}",
             )
@@ -118,8 +115,7 @@ class LiveView:
 
     def _figures(self) -> Text:
         t = self._telemetry
-        elapsed = max(t.rl_elapsed_s(), 1e-9)
-        figures = [f"{t.generated_tokens / elapsed:,.0f} tokens/s", f"staleness ≤ {t.staleness_max}"]
+        figures = [f"engine {t.generated_tokens_per_s():,.0f} tokens/s"]
         if t.syncs:
             figures.append(f"sync {t.syncs[-1].sync_s * 1e3:.0f} ms, gap {t.syncs[-1].gap:.1e}")
         if t.exec_latencies.count:

@@ -181,9 +181,7 @@ class RlLoop:
         outcome = await self._within(self._learner.train(built.samples), f"the trainer's update {index}")
         self._trained.put_nowait(outcome.published)
         train_s = time.monotonic() - started
-        self._telemetry.updated(
-            UpdateRecord(index, batch.plan.quota, built, outcome.metrics, train_s, waited_s)
-        )
+        self._telemetry.updated(UpdateRecord(index, batch.plan.quota, built, outcome.metrics, train_s, waited_s))
 
     async def _publish(self, count: int) -> None:
         for _ in range(count):

@@ -95,6 +95,7 @@ class Telemetry:
         self.sft_done = 0
         self.sft_total = 0
         self.rl_started = 0.0
+        self._tokens_before = 0
         self._phase_from = time.monotonic()
 
     def enter(self, phase: str) -> None:
@@ -107,6 +108,7 @@ class Telemetry:
     def begin_rl(self, first: int, total: int) -> None:
         """Reinforcement learning goes from version `first` to `total`."""
         self.first_update, self.total_updates, self.rl_started = first, total, time.monotonic()
+        self._tokens_before = self.generated_tokens
 
     def played(self, episodes: Sequence[Episode]) -> None:
         """Episodes ended, whatever became of them."""
@@ -210,6 +212,11 @@ class Telemetry:
         """Seconds since reinforcement learning began."""
         return time.monotonic() - self.rl_started if self.rl_started else 0.0
 
+    def generated_tokens_per_s(self) -> float:
+        """Policy tokens a second since reinforcement learning began in this process."""
+        elapsed = self.rl_elapsed_s()
+        return (self.generated_tokens - self._tokens_before) / elapsed if elapsed else 0.0
+
     def time_left_s(self) -> float | None:
         """Estimate for the updates that remain; None before the first update."""
         done = self.update - self.first_update
@@ -241,6 +248,10 @@ def _flat(record: UpdateRecord) -> dict[str, Any]:
                 "reward": part.reward,
                 "deviation": part.deviation,
                 "trained_tokens": part.trained_tokens,
+                "mean_tokens": part.mean_tokens,
+                "truncated": part.truncated,
+                "staleness": part.staleness,
+                "mean_staleness": part.mean_staleness,
                 "gradient_share": metrics.gradient_share.get(name, 0.0),
                 **(asdict(metrics.tags[name]) if name in metrics.tags else {}),
             }

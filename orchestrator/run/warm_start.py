@@ -1,10 +1,7 @@
-"""Reference solutions:
-
-played for real, checked, imitated for a while, and kept as the sequences of the parity probe.
-"""
+"""Reference solutions: played, checked, imitated for a while, and kept as the sequences of the parity probe."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from orchestrator.run.fleet import LearnerHandle, WorkerHandle
 from reward.domain import Domain
@@ -61,13 +58,21 @@ def probe_sequences(played: Sequence[Episode], each: int = 2) -> tuple[tuple[int
 
 
 async def warm_start(
-    learner: LearnerHandle, played: Sequence[Episode], steps: int, progress: Callable[[int, int], None]
+    learner: LearnerHandle,
+    played: Sequence[Episode],
+    weights: Mapping[str, float],
+    steps: int,
+    progress: Callable[[int, int], None],
 ) -> None:
-    """Imitate the demonstrations for `steps` optimiser steps."""
-    rows = [Demonstration(episode.token_ids, episode.loss_mask, episode.domain) for episode in played]
+    """Imitate the demonstrations for `steps` optimiser steps. `weights`: the trained domains' shares of the loss."""
+    rows = [
+        Demonstration(episode.token_ids, episode.loss_mask, episode.domain, weights[episode.domain])
+        for episode in played
+        if episode.domain in weights
+    ]
     if not rows:
         raise DomainError(
-            "[sft] asks for a warm start, but no task of any domain has a `solution`; add some, or set steps = 0"
+            "[sft] asks for a warm start, but no task of a trained domain has a `solution`; add some, or set steps = 0"
         )
     for first in range(0, steps, CHUNK):
         progress(first, steps)

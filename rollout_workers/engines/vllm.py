@@ -32,6 +32,10 @@ WARM_UP_TOKENS = 8
 """Tokens of each warm-up request: enough to run the kernels of prefill and decode once at full width."""
 REAPED_S = 0.5
 """How long the exit code of an ended process may take to show."""
+BLOCK_TOKENS = 32
+"""Tokens of a cache block on a CPU, the fewest its kernels take. Only whole blocks are shared, and vLLM's own 128 are
+more than most prompts have: a group's episodes and an episode's turns would compute each prompt anew.
+"""
 PREFILL_TOKENS = 4096
 """Prompt tokens computed in one engine step on a CPU; more would hold up the requests that are being written."""
 
@@ -306,6 +310,7 @@ def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngine
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": config.kv_cache_mb << 20,
+        "block_size": BLOCK_TOKENS,
         # A seeded request whose prompt is computed in parts kills the engine: a generator on the CPU has no offset.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(PREFILL_TOKENS, config.max_model_len),

@@ -5,7 +5,6 @@ the expected values here (`code_harness.py` says how).
 """
 
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from rollout_workers.environments.code_harness import TOTAL_WALL, digest
 from rollout_workers.errors import PolicyFailed
 
 STARTUP_S = 5.0
-"""Seconds for the interpreter to start on a busy machine, on top of the tests' own."""
+"""Seconds for the harness to start on a busy machine, on top of the tests' own."""
 
-_COMMAND = f"exec python3 -I -S -c {shlex.quote(Path(code_harness.__file__).read_text(encoding='utf-8'))}"
+_HARNESS = Path(code_harness.__file__).read_text(encoding="utf-8")
 _FENCED = re.compile(r"```[a-zA-Z0-9]*\n(.*?)```", re.DOTALL)
 
 
@@ -69,8 +68,8 @@ class Code:
         sandboxes = self._context.sandboxes
         sandbox = await sandboxes.acquire()
         try:
-            result = await sandbox.exec(
-                _COMMAND,
+            result = await sandbox.python(
+                _HARNESS,
                 stdin=ascii(request).encode(),
                 timeout_s=TOTAL_WALL * data.timeout_s + STARTUP_S,
             )

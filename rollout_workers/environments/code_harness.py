@@ -1,4 +1,4 @@
-"""Runs a program's tests inside a sandbox. Sent there as source and run with `python3 -I -S -c`; imports only the
+"""Runs a program's tests inside a sandbox. Sent there as source, run by `Sandbox.python`; imports only the
 library, and of it only what loads at once: json, hashlib and typing would triple the time of a whole episode.
 
 Reads `{"program", "entry_point", "arguments": [[…], …], "timeout_s"}` as a Python literal from its input. Writes a line

@@ -94,9 +94,9 @@ class Agent:
         self.executed += 1
         bound = header["output_bytes"]
         try:
-            command = Command(header["command"], header["cwd"], header["env"], blobs[0], bound)
+            command = Command(header["command"], header["cwd"], header["env"], blobs[0], bound, python=header["python"])
         except (OSError, ValueError) as error:  # no process left to fork into, or text that no process can be given
-            message = f"sandbox: cannot start bash: {error}\n".encode()
+            message = f"sandbox: cannot start: {error}\n".encode()
             answer = {"exit_code": CANNOT_RUN, "timed_out": False, "duration_s": 0.0, "lengths": [0, len(message)]}
             return answer, b"", b"", message, b""
         status = self.run(command, peer, command.began + header["timeout_s"])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from .files import USER, WORKDIR, as_user
+from .interpreter import compiled, fork
 
 ENVIRONMENT = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -42,14 +43,16 @@ class Bounded:
 
 
 class Command:
-    """A running bash and our ends of its pipes. Raises `OSError` or `ValueError` when it cannot be started.
+    """A running bash or Python program and our ends of its pipes. Raises `OSError` or `ValueError` if it cannot start.
 
-    It starts by `posix_spawn`, which copies no page tables and so takes a third of the time of a fork. What a spawned
+    Bash starts by `posix_spawn`, which copies no page tables and so takes a third of the time of a fork. What a spawned
     child cannot do for itself, the agent is for that moment: in the command's directory, first in line for the
     out-of-memory killer, and with the sandbox user's real id, which the child makes its effective one.
     """
 
-    def __init__(self, text: str, cwd: str, env: Mapping[str, str], stdin: bytes | bytearray, bound: int) -> None:
+    def __init__(
+        self, text: str, cwd: str, env: Mapping[str, str], stdin: bytes | bytearray, bound: int, *, python: bool
+    ) -> None:
         self.began = time.monotonic()
         environment = {os.fsencode(k): os.fsencode(v) for k, v in {**ENVIRONMENT, **env}.items()}
         argv = [b"bash", b"-c", os.fsencode(text)]
@@ -71,8 +74,12 @@ class Command:
             self.outputs = {from_stdout: self.stdout, from_stderr: self.stderr}
             """Read ends of the streams that have not ended."""
             try:
-                self.pid = _spawn(argv, environment, directory, (reader, stdout, stderr))
-            except OSError:
+                streams = (reader, stdout, stderr)
+                if python:
+                    self.pid = fork(compiled(text), environment, directory, streams)
+                else:
+                    self.pid = _spawn(argv, environment, directory, streams)
+            except (OSError, ValueError):
                 for fd in self.fds():
                     os.close(fd)
                 raise

@@ -191,3 +191,23 @@ async def test_nothing_is_left_of_a_lease(provider: SandboxProvider, tmp_path: P
             await sandbox.exec("mkdir -p a/b; echo x > a/b/c; chmod 000 a/b a")
         finally:
             await provider.release(sandbox)
+
+
+async def test_python_runs_a_program_with_input_and_exit_status(sandbox: Sandbox) -> None:
+    program = "import os, sys; print(os.getcwd(), sys.stdin.read(), __name__); sys.stderr.write('é'); sys.exit(7)"
+    result = await sandbox.python(program, stdin=b"given")
+    assert (result.exit_code, result.stderr) == (7, "é".encode())
+    assert result.stdout.endswith(b" given __main__\n")
+    assert (await sandbox.python("print(1)")).exit_code == 0
+    assert (await sandbox.python("sys.exit()")).exit_code == 1, "names of an earlier program are gone"
+    failed = await sandbox.python("1 / 0")
+    assert failed.exit_code == 1 and b"ZeroDivisionError" in failed.stderr
+    assert (await sandbox.python("not Python")).exit_code != 0
+    assert (await sandbox.exec("echo still there")).stdout == b"still there\n"
+
+
+async def test_python_is_ended_with_its_children_at_the_deadline(sandbox: Sandbox) -> None:
+    program = "import os, time; os.fork() or os.setsid(); time.sleep(60)"
+    result = await sandbox.python(program, timeout_s=0.5)
+    assert result.timed_out
+    assert (await sandbox.python("print('usable')")).stdout == b"usable\n"

@@ -197,3 +197,36 @@ async def test_noise_on_the_socket_harms_nobody(sandbox: AgentSandbox) -> None:
     with pytest.raises(SandboxLost):
         await unknown.request({"op": "explode", "lease": sandbox.lease.id}, timeout_s=5)
     assert (await sandbox.exec("echo alive")).stdout == b"alive\n"
+
+
+async def test_a_python_program_keeps_nothing_of_the_agent(sandbox: AgentSandbox) -> None:
+    program = """
+import os, signal, sys
+status = open("/proc/thread-self/status").read()
+print(*(line.split(":")[1].split()[0] for line in status.splitlines() if line.startswith(("CapEff", "CapPrm"))))
+print(os.getresuid(), os.getresgid(), os.getgroups(), os.getpid() == os.getsid(0))
+open_now = []
+for fd in range(256):
+    try:
+        os.fstat(fd)
+        open_now.append(fd)
+    except OSError:
+        pass
+print(open_now, signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL)
+print(sorted(os.environ), os.getcwd(), sys.argv)
+for attempt in (lambda: os.setuid(0), lambda: os.kill(1, 9), lambda: os.listdir("/crosstrain")):
+    try:
+        attempt()
+        print("allowed")
+    except PermissionError:
+        print("refused")
+"""
+    result = await sandbox.python(program)
+    assert result.stdout.decode().splitlines() == [
+        "0000000000000000 0000000000000000",
+        "(1000, 1000, 1000) (1000, 1000, 1000) [] True",
+        "[0, 1, 2] -1 True",
+        "['HOME', 'LANG', 'PATH', 'TERM', 'USER'] /work ['-c']",
+        *["refused"] * 3,
+    ], result.stderr
+    assert (await sandbox.exec("echo alive")).stdout == b"alive\n"

@@ -67,7 +67,7 @@ def test_the_macro_variance_is_that_of_a_mean_of_independent_domains() -> None:
 async def test_each_task_is_played_once_over_all_workers_and_errors_are_left_out() -> None:
     tasks = {"a": [Task(f"a{i}", "a", "eval", "") for i in range(5)], "b": [Task("b0", "b", "eval", "")]}
     workers = [FakeWorker(lambda r, i: Play(error="dead") if r.task.id == "a2" else Play(1.0)) for _ in range(2)]
-    result = await evaluate(workers, tasks, temperature=0.0, retries=0, label="x")
+    result = await evaluate(workers, tasks, samples=1, temperature=0.0, retries=0, label="x")
     assert sorted(r.task.id for w in workers for r in w.requests) == ["a0", "a1", "a2", "a3", "a4", "b0"]
     assert sorted(result["a"].passed) == ["a0", "a1", "a3", "a4"]
     assert result["a"].pass_rate == result["b"].pass_rate == 1.0

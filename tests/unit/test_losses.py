@@ -128,3 +128,12 @@ def test_load_balancing_of_one_layer_is_transformers_own() -> None:
 def test_load_violation() -> None:
     assert losses.load_violation(double(0.25, 0.25, 0.5, 0)[None]).tolist() == [1.0]
     assert losses.load_violation(torch.full((2, 8), 3.0)).tolist() == [0.0, 0.0]
+
+
+def test_imitation_without_smoothing_is_the_likelihood_and_with_it_the_mean_over_the_vocabulary_too() -> None:
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    plain = losses.imitation_loss(logits, targets, 0.0)
+    assert torch.allclose(plain, -losses.token_logprobs(logits, targets))
+    smooth = losses.imitation_loss(logits, targets, 0.25)
+    assert torch.allclose(smooth, 0.75 * plain - 0.25 * torch.log_softmax(logits, -1).mean(-1))

@@ -71,7 +71,7 @@ def test_a_demonstration_that_does_not_fit_is_named(policy: Path) -> None:
 
 
 def test_schedule_rises_for_a_tenth_and_falls_to_a_tenth() -> None:
-    rates = [warmup_then_cosine(1.0, 100)(step) for step in range(100)]
+    rates = [warmup_then_cosine(1.0, 10, 100)(step) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[10] == pytest.approx(1.0)
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
