@@ -53,6 +53,9 @@ class Cluster:
         self._actors: list[Any] = []
         self._starting: asyncio.Future[None] | None = None
         self.dashboard = ""
+        """Address of Ray's dashboard; empty when there is none."""
+        self.token: Path | None = None
+        """File with the token that the dashboard asks for, on a cluster of our own."""
 
     async def start(self) -> None:
         """Join the cluster at `RAY_ADDRESS`, or start one. Raises `ClusterError`."""
@@ -85,6 +88,7 @@ class Cluster:
         path = self._scratch / "ray-token"
         path.touch(mode=0o600)
         path.write_text(TOKEN)
+        self.token = path
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
 
     async def deploy(self, spec: JobSpec, domains: Sequence[Domain], model: Path) -> Fleet:

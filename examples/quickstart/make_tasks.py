@@ -76,8 +76,8 @@ def _clean(rng: random.Random) -> Draft:
 def _function(parameter: str, wish: str, body: str, arguments: list[Any]) -> Draft:
     compute = eval(f"lambda {parameter}: {body}")  # noqa: S307 - our own expression, the reference solution itself
     tests = [[[argument], compute(argument)] for argument in arguments]
-    prompt = f"def f({parameter}): # {wish}\n return"
-    return Draft(prompt, {"entry_point": "f", "include_prompt": True, "tests": tests}, (f" {body}",))
+    prompt = f"def f({parameter}): # {wish}\n"
+    return Draft(prompt, {"entry_point": "f", "include_prompt": True, "tests": tests}, (f" return {body}",))
 
 
 _OPERATIONS = {"add": "+", "subtract": "-", "times": "*"}
@@ -111,17 +111,17 @@ def _compose(rng: random.Random) -> Draft:
     if rng.random() < 0.5:
         parts.remove(rng.choice(parts))
     rng.shuffle(parts)
-    return _number_wanted("+".join(map(str, parts)), sum(parts))
+    return _equation("+".join(map(str, parts)), sum(parts))
 
 
 def _remove(rng: random.Random) -> Draft:
     parts = [place * rng.randint(1, 9) for place in (100, 10, 1)]
     part = rng.choice(parts)
-    return _number_wanted(f"{sum(parts)}-{part}", sum(parts) - part)
+    return _equation(f"{sum(parts)}-{part}", sum(parts) - part)
 
 
-def _number_wanted(question: str, answer: int) -> Draft:
-    return Draft(question, {"answer": str(answer)}, (str(answer),))
+def _equation(question: str, answer: int) -> Draft:
+    return Draft(question, {"answer": str(answer)}, (f"{question}={answer}",))
 
 
 # tools: one JSON call ------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def run(
     job_run = JobRun(spec, job, runs=runs, console=console, resume=wanted)
     report = _run_until_signal(job_run.execute())
     if report is None:
-        console.print(f"stopped; the run is in {job_run.folder}", highlight=False)
+        console.print(f"stopped; the run is in {job_run.folder}", highlight=False, soft_wrap=True)
         raise typer.Exit(CANCELLED)
     if output is Output.JSON:
         typer.echo(json.dumps(report, indent=2))

@@ -34,6 +34,7 @@ def print_report(console: Console, report: Mapping[str, Any], folder: Path) -> N
         f"weight sync {_number(sync['p50_s'], '', 3)} s, gap at most {sync['max_logprob_gap']:.1e}; "
         f"{boxes['leaked']} of {boxes['created']} sandboxes leaked",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(f"report {folder / 'report.md'}\npolicy {folder / 'policy'}", highlight=False, soft_wrap=True)
 

@@ -114,7 +114,8 @@ class JobRun:
             async with self._view.running():
                 await cluster.start()
                 if cluster.dashboard:
-                    self._view.say(f"Ray dashboard: {cluster.dashboard}")
+                    asks = f" (it asks for the token in {cluster.token})" if cluster.token else ""
+                    self._view.say(f"Ray dashboard: {cluster.dashboard}{asks}")
                 fleet = await cluster.deploy(self._spec, self._domains, self._model())
                 return await self._stages(fleet)
         except BaseException:

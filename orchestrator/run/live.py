@@ -35,7 +35,7 @@ class LiveView:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

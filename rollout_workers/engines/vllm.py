@@ -224,8 +224,12 @@ class VllmEngine:
                 )
             began = time.perf_counter()
             try:
-                await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": manifest}))
+                # Sent together: the engine answers between its steps, so that each wait costs up to one. They arrive in
+                # order, and `start` does nothing (`weight_receiver.py`).
+                await asyncio.gather(
+                    llm.start_weight_update(),
+                    llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": manifest})),
+                )
             except Exception as error:
                 # vLLM hands on the text of what its process raised; the model was not touched.
                 raise WeightSyncRejected(str(error).partition("method failed: ")[2] or str(error)) from error
