@@ -14,6 +14,7 @@ runs/<id>/
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import secrets
 import tempfile
@@ -38,7 +39,7 @@ from orchestrator.run.prometheus import MetricsServer
 from orchestrator.run.report import Outcome, build_report, write_report
 from orchestrator.run.sampler import Sampler
 from orchestrator.run.telemetry import Telemetry
-from orchestrator.run.warm_start import demonstrations, probe_sequences, warm_start
+from orchestrator.run.warm_start import SAMPLE, demonstrations, probe_sequences, warm_start
 from orchestrator.spec import JobSpec
 from reward.domain import Domain, load_domain
 from rollout_workers.types import Episode
@@ -127,9 +128,9 @@ class JobRun:
     async def _stages(self, fleet: Fleet) -> dict[str, Any]:
         spec, telemetry = self._spec, self._telemetry
         await asyncio.gather(*(worker.prepare() for worker in fleet.workers))
-        played = await demonstrations(
-            fleet.workers, self._domains, everything=spec.sft.steps > 0 and not self._restored
-        )
+        # As many as the warm start can draw at most: playing a solution costs what an episode costs.
+        drawn = 0 if self._restored else spec.sft.steps * math.ceil(spec.sft.batch_size / len(self._weights))
+        played = await demonstrations(fleet.workers, self._domains, count=max(drawn, SAMPLE), seed=spec.seed)
         probe = probe_sequences(played)
         async with asyncio.TaskGroup() as group:
             for worker in fleet.workers:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 
 from orchestrator.run.fleet import LearnerHandle, WorkerHandle
 from reward.domain import Domain
@@ -11,22 +12,23 @@ from rollout_workers.types import Episode
 from trainer.sft import Demonstration
 
 SAMPLE = 8
-"""Reference solutions of each domain that are played when no warm start needs them all."""
+"""Reference solutions of each domain that are played when no warm start needs more."""
 CHUNK = 10
 """Supervised steps between two looks at the progress."""
 
 
 async def demonstrations(
-    workers: Sequence[WorkerHandle], domains: Sequence[Domain], *, everything: bool
+    workers: Sequence[WorkerHandle], domains: Sequence[Domain], *, count: int, seed: int
 ) -> list[Episode]:
-    """Play the training tasks' reference solutions in their environments: all of them, or the first few of each domain.
+    """Play reference solutions of training tasks in their environments: `count` of each domain, or all that there are.
 
     Raises `DomainError` when one does not score full marks: reward or solution is wrong, and training would follow it.
     """
 
     async def of(domain: Domain, worker: WorkerHandle) -> list[Episode]:
         tasks = [task for task in domain.train if task.solution]
-        return await worker.demonstrate(domain.name, tasks if everything else tasks[:SAMPLE])
+        draw = Random(f"{seed}/demonstrations/{domain.name}")  # noqa: S311 (no secret)
+        return await worker.demonstrate(domain.name, draw.sample(tasks, min(count, len(tasks))))
 
     parts = await asyncio.gather(*(of(d, workers[i % len(workers)]) for i, d in enumerate(domains)))
     for domain, episodes in zip(domains, parts, strict=True):

@@ -63,8 +63,16 @@ def test_infrastructure_errors_leave_everything() -> None:
 
 
 def test_staleness_is_that_of_the_oldest_policy_token() -> None:
-    groups = {"a": [[episode("a", 0.0, version=5), episode("a", 1.0, version=3)]]}
-    assert build(groups, version=5).staleness == 2
+    groups = {
+        "a": [[episode("a", 0.0, tokens=1, version=5), episode("a", 1.0, tokens=3, version=3)]],
+        "b": [[episode("b", 0.0, version=5), episode("b", 1.0, version=4)]],
+    }
+    built = build(groups, version=5)
+    assert built.staleness == 2
+    assert {name: (part.staleness, part.mean_staleness) for name, part in built.domains.items()} == {
+        "a": (2, 1.5),
+        "b": (1, 0.5),
+    }
 
 
 def test_scale_of_one_domain_changes_no_sample() -> None:

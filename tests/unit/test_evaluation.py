@@ -10,11 +10,12 @@ from scipy import stats
 from orchestrator.run.evaluation import DomainScores, evaluate, macro_delta, paired_delta
 from orchestrator.run.fake import FakeWorker, Play
 from reward.task import Task
+from rollout_workers.worker import GroupRequest
 
 
 def scores(values: list[int]) -> DomainScores:
     return DomainScores(
-        {f"t{i}": bool(v) for i, v in enumerate(values)}, {f"t{i}": float(v) for i, v in enumerate(values)}
+        {f"t{i}": float(v) for i, v in enumerate(values)}, {f"t{i}": float(v) for i, v in enumerate(values)}
     )
 
 
@@ -62,6 +63,18 @@ def test_the_macro_variance_is_that_of_a_mean_of_independent_domains() -> None:
     assert macro.variance == pytest.approx((parts[0].variance + parts[1].variance) / 4)
     half = 1.959964 * math.sqrt(macro.variance)
     assert macro.interval == pytest.approx((macro.delta - half, macro.delta + half), abs=1e-5)
+
+
+async def test_a_task_counts_with_the_mean_of_its_graded_episodes() -> None:
+    def script(request: GroupRequest, index: int) -> Play:
+        return Play(error="dead") if index == 3 else Play(float(index == 0))
+
+    tasks = {"a": [Task(f"a{i}", "a", "eval", "") for i in range(2)]}
+    worker = FakeWorker(script)
+    result = await evaluate([worker], tasks, samples=4, temperature=1.0, retries=0, label="x")
+    assert result["a"].passed == pytest.approx({"a0": 1 / 3, "a1": 1 / 3})
+    seeds = [range(request.seed, request.seed + request.size) for request in worker.requests]
+    assert len({seed for block in seeds for seed in block}) == 8, "no two episodes share a seed"
 
 
 async def test_each_task_is_played_once_over_all_workers_and_errors_are_left_out() -> None:

@@ -1,5 +1,6 @@
-"""The supervised stage: equal shares, the schedule, and that it learns."""
+"""The supervised stage: shares, the schedule, and that it learns."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -45,6 +46,13 @@ def test_loss_is_the_mean_over_tags_of_their_token_means(policy: Path) -> None:
     assert metrics.tokens == sum(sum(row.loss_mask) for row in rows)
 
 
+def test_a_tag_has_the_share_that_its_weight_asks_for(policy: Path) -> None:
+    a, b = demonstration(1, "a", 9), demonstration(2, "b", 20)
+    alone = [stage(policy).sft_step([row]).loss for row in (a, b)]
+    both = stage(policy).sft_step([dataclasses.replace(a, weight=3.0), b]).loss
+    assert both == pytest.approx((3 * alone[0] + alone[1]) / 4, rel=1e-5)
+
+
 def test_padding_and_order_change_nothing(policy: Path) -> None:
     rows = [demonstration(seed, "ab"[seed % 2]) for seed in range(8)]
     small = NO_ROUTER.model_copy(update={"micro_tokens": 64})
@@ -76,3 +84,9 @@ def test_schedule_rises_for_a_tenth_and_falls_to_a_tenth() -> None:
     assert rates[10] == pytest.approx(1.0)
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(0.1)
+
+
+def test_a_rate_without_decay_stays_at_its_peak_and_one_with_decay_stays_at_the_end() -> None:
+    constant, falling = warmup_then_cosine(2.0, 4), warmup_then_cosine(2.0, 4, 20, 0.25)
+    assert [constant(step) for step in (0, 3, 1000)] == [0.5, 2.0, 2.0]
+    assert [falling(step) for step in (4, 19, 500)] == pytest.approx([2.0, 0.5, 0.5])
