@@ -130,6 +130,8 @@ class FakeLearner:
     """Duration of a step."""
     batches: list[tuple[Sample, ...]] = field(default_factory=list)
     """All batches trained."""
+    started: int = 0
+    """Batches begun."""
     current: int = 0
     """Version."""
     probe: tuple[tuple[int, ...], ...] = ()
@@ -153,6 +155,7 @@ class FakeLearner:
 
     async def train(self, samples: Sequence[Sample]) -> StepOutcome:
         """Count the batch."""
+        self.started += 1
         await asyncio.sleep(self.seconds)
         self.batches.append(tuple(samples))
         self.current += 1

@@ -135,6 +135,7 @@ class Telemetry:
     def synced(self, record: SyncRecord) -> None:
         """An engine loaded and was probed."""
         self.syncs.append(record)
+        self._sink.write("sync", asdict(record))
 
     def supervised(self, done: int, total: int) -> None:
         """Progress of the warm start in steps."""

@@ -15,7 +15,7 @@ from types import CodeType
 
 from .files import USER
 
-TOO_LARGE = (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError)
+NO_PROGRAM = (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError)
 """What `compile` raises for a source that is no program."""
 
 
@@ -24,7 +24,7 @@ def compiled(source: str) -> CodeType:
     """The program; the same few graders come again and again. Raises `ValueError` for a source that is none."""
     try:
         return compile(source, "<host>", "exec", dont_inherit=True)
-    except TOO_LARGE as error:
+    except NO_PROGRAM as error:
         raise ValueError(f"not a Python program: {error}") from None
 
 

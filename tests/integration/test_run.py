@@ -64,6 +64,10 @@ def run_folder(folder: Path) -> Path:
     return found
 
 
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_folder(folder) / "events.jsonl").read_text().splitlines()]
+
+
 def updates_made(folder: Path) -> list[dict[str, Any]]:
     try:
         lines = (run_folder(folder) / "metrics.jsonl").read_text().splitlines()
@@ -127,6 +131,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_nothing_else(job: Path) -> None:
 
 
 def test_the_stopped_run_is_resumed_to_its_end_and_everything_holds(job: Path) -> None:
+    resumed_from = max(int(path.parent.name) for path in run_folder(job).glob("checkpoints/[0-9]*/state.json"))
     process = start(job, "--resume")
     output, _ = process.communicate(timeout=800)
     assert process.returncode == 0, (job / "stderr.txt").read_text()
@@ -134,8 +139,12 @@ def test_the_stopped_run_is_resumed_to_its_end_and_everything_holds(job: Path) -
     folder = run_folder(job)
     assert report == json.loads((folder / "report.json").read_text())
     assert report["updates"] == UPDATES
-    # Rule 3: every publish was proven. The version before the interruption may have had none: nobody generated with it.
-    assert report["weight_sync"]["count"] >= UPDATES
+    # Rule 3: every version that an engine served was proven. The interruption may have come before the engine had the
+    # version that precedes the checkpoint's; then it was never served.
+    syncs = [event for event in events(job) if event["kind"] == "sync"]
+    assert set(range(UPDATES + 1)) - {sync["version"] for sync in syncs} <= {resumed_from - 1}
+    assert report["weight_sync"]["count"] == len(syncs)
+    assert all(sync["gap"] < 1e-4 for sync in syncs)
     assert report["weight_sync"]["max_logprob_gap"] < 1e-4
     # Rule 4: staleness.
     assert report["staleness"]["max"] <= 1

@@ -89,12 +89,13 @@ def test_prompt_action_and_observation_make_the_conversation_the_template_render
     )
 
 
-@given(text=st.text(max_size=30).filter(lambda text: "<|" not in text), name=st.sampled_from(sorted(TOKENIZERS)))
+@given(text=st.text(max_size=30), name=st.sampled_from(sorted(TOKENIZERS)))
 def test_a_message_comes_back_as_it_was_written(text: str, name: str) -> None:
     chat = ChatTokenizer(TOKENIZERS[name])
     ids = chat.message_ids(text)
-    assert ids[-1] == chat.eos_id
-    assert chat.decode(ids) == text
+    assert ids.index(chat.eos_id) == len(ids) - 1, "no text ends its message early"
+    literals = [token for token in TOKENIZERS[name].all_special_tokens if token in text]
+    assert chat.decode(ids) == text or literals, "only literals of special tokens are broken up"
 
 
 @given(text=st.text(max_size=20), name=st.sampled_from(sorted(TOKENIZERS)), data=st.data())

@@ -179,12 +179,12 @@ async def test_the_update_that_an_interruption_meets_is_recorded() -> None:
     setup = Setup()
     setup.learner.seconds = 0.05
     running = asyncio.create_task(setup.run(50))
-    while not setup.learner.current:  # noqa: ASYNC110 - the fake has no event
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.02)  # into the second update
+    while setup.learner.started < 2:  # noqa: ASYNC110 - the fake has no event
+        await asyncio.sleep(0)
+    assert setup.learner.current == 1, "the second update has begun and not ended"
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     await setup.loop.settle()
-    assert setup.telemetry.update == setup.learner.current == len(setup.telemetry.domains["a"].pass_rate)
+    assert setup.telemetry.update == setup.learner.current == len(setup.telemetry.domains["a"].pass_rate) == 2
     assert setup.loop.sampler_state(setup.learner.current)["next_batch"] == setup.learner.current
