@@ -223,28 +223,34 @@ class VllmEngine:
                     f"weights of version {version} are older than {self._version}, which is served"
                 )
             began = time.perf_counter()
-            try:
-                # Sent together: the engine answers between its steps, so that each wait costs up to one. They arrive in
-                # order, and `start` does nothing (`weight_receiver.py`).
-                await asyncio.gather(
-                    llm.start_weight_update(),
-                    llm.update_weights(WeightTransferUpdateRequest(update_info={"manifest": manifest})),
-                )
-            except Exception as error:
+            # Sent together, since the engine answers only between its steps: they arrive in order and cost one wait.
+            # The pause is vLLM's `pause_generation` less a sleep of 20 ms. It clears the cache: requests in flight go
+            # on under the new weights and compute what they have so far again.
+            update = WeightTransferUpdateRequest(update_info={"manifest": manifest})
+            *received, paused = await asyncio.gather(
+                llm.start_weight_update(),
+                llm.update_weights(update),
+                llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True),
+                return_exceptions=True,
+            )
+            if isinstance(paused, BaseException):
+                raise paused
+            if refusal := next((answer for answer in received if answer is not None), None):
+                await llm.resume_generation()
                 # vLLM hands on the text of what its process raised; the model was not touched.
-                raise WeightSyncRejected(str(error).partition("method failed: ")[2] or str(error)) from error
-            # As `llm.pause_generation` does, less a sleep of 20 ms. The cache is cleared: requests in flight go on
-            # under the new weights and compute what they have so far again.
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+                text = str(refusal)
+                raise WeightSyncRejected(text.partition("method failed: ")[2] or text) from refusal
             try:
-                await llm.finish_weight_update(weight_version=str(version))
+                _, checksums = await asyncio.gather(
+                    llm.finish_weight_update(weight_version=str(version)), llm.collective_rpc("loaded_checksum")
+                )
+                (checksum,) = set(checksums)
             except Exception as error:
                 await self.close()
                 raise EngineFailed(f"weights of version {version} were loaded in part: {error}") from error
             await llm.resume_generation()
             seconds = time.perf_counter() - began
             self._version = version
-            (checksum,) = set(await llm.collective_rpc("loaded_checksum"))
             return WeightUpdate(version, checksum, seconds)
 
     @asynccontextmanager
