@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    plain = dict.fromkeys(DOMAINS, 1.0)
+    plain: dict[str, float] = dict.fromkeys(DOMAINS, 1.0)
     with tempfile.TemporaryDirectory() as folder:
         policy = Path(folder) / "policy"
         init_policy("tiny-moe", policy, 0)
