@@ -158,10 +158,16 @@ class Cluster:
         ray.kill(actor)
 
     def keep_logs(self, target: Path) -> None:
-        """Copy the actors' logs out of the scratch folder of a cluster of our own, which ends with it."""
+        """Copy the actors' logs out of the scratch folder of a cluster of our own, which ends with it.
+
+        A disk that is full gets none: the error that the run ends with must not be hidden behind this one.
+        """
         logs = self._scratch / "ray" / "session_latest" / "logs"
-        if logs.is_dir():
-            shutil.copytree(logs.resolve(), target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
+        try:
+            if logs.is_dir():
+                shutil.copytree(logs.resolve(), target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
 
 
 class _Worker(RolloutWorker):

@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
+"""Directories and files that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
 
 import os
 import shutil
@@ -31,6 +31,21 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         _fsync(path.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a path in the same directory that becomes `path` if the block succeeds and vanishes if it raises.
+
+    A file already at `path` is replaced. Raises OSError when the disk does not take it.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        _fsync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _fsync(path: Path) -> None:

@@ -35,10 +35,8 @@ def write(
             torch.save(dict(state), directory / _STATE)
             (directory / _MANIFEST).write_text(json.dumps(_sizes(directory), indent=1))
     except (OSError, RuntimeError, SafetensorError, PolicyError) as error:  # torch reports a full disk as RuntimeError
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"No checkpoint could be written to {path} ({reason}); free space on that disk."
-        ) from error
+        reason = str(error.__cause__ if isinstance(error, PolicyError) else error).strip().splitlines()[0]
+        raise CheckpointError(f"{path}: no checkpoint could be written ({reason}); free space on that disk.") from error
 
 
 def read(path: str | os.PathLike[str], model: PreTrainedModel, device: torch.device) -> dict[str, Any]:

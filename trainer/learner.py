@@ -48,13 +48,12 @@ class Learner:
     """Owns the policy that is trained. `sft` (any number of calls), then `begin_rl` or `restore`, then `train`."""
 
     def __init__(self, model: str, preset: str, config: TrainerConfig, sft: SftConfig, *, seed: int, run: str) -> None:
-        """`model`: Hugging Face directory to start from; made first, unless it is there, when a `preset` is named.
+        """`model`: Hugging Face directory to start from. `ready` makes one that is missing when a `preset` is named.
 
-        `run`: id of the run, part of the shared segments' names. Raises PolicyError.
+        `run`: id of the run, part of the shared segments' names.
         """
-        if preset and not Path(model).exists():
-            init_policy(cast(Preset, preset), model, seed)
         self._model = model
+        self._preset = preset
         self._config = config
         self._sft = sft
         self._seed = seed
@@ -66,7 +65,9 @@ class Learner:
         self._probe: tuple[tuple[int, ...], ...] = ()
 
     def ready(self) -> None:
-        """Returns once the policy's directory is there."""
+        """Make the policy's directory unless it is there. Raises PolicyError."""
+        if self._preset and not Path(self._model).exists():
+            init_policy(cast(Preset, self._preset), self._model, self._seed)
 
     def sft(self, demonstrations: Sequence[Demonstration], first: int, steps: int) -> list[SftMetrics]:
         """Supervised steps `first` to `first + steps - 1`, each on a batch with the same number from every tag.

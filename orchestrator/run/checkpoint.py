@@ -37,11 +37,11 @@ class Checkpoints:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with atomic_directory(target) as partial:
-                await learner.save(partial / TRAINER)
+                await _save_trainer(learner, partial / TRAINER, target)
                 (partial / STATE).write_text(json.dumps({"version": version, **finite(state)}), encoding="utf-8")
         except OSError as error:
             raise CheckpointError(
-                f"{target}: cannot be written ({error.strerror}); free space, then use --resume"
+                f"{target}: no checkpoint could be written ({error.strerror}); free space on that disk."
             ) from error
         for old in self._whole()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -68,3 +68,10 @@ class Checkpoints:
         if not self._folder.is_dir():
             return []
         return sorted(path for path in self._folder.iterdir() if path.name.isdigit() and (path / STATE).is_file())
+
+
+async def _save_trainer(learner: LearnerHandle, path: Path, target: Path) -> None:
+    try:
+        await learner.save(path)
+    except CheckpointError as error:  # names the passing place that the learner was given
+        raise CheckpointError(str(error).replace(str(path), str(target))) from error

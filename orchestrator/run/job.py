@@ -43,6 +43,7 @@ from orchestrator.run.warm_start import SAMPLE, demonstrations, probe_sequences,
 from orchestrator.spec import JobSpec
 from reward.domain import Domain, load_domain
 from rollout_workers.types import Episode
+from trainer.atomic import atomic_file
 from trainer.errors import TrainerError
 
 SAVE_TIMEOUT_S = 30.0
@@ -87,7 +88,8 @@ class JobRun:
             metrics = stack.enter_context(MetricsServer(self._spec.metrics, telemetry))
             self.folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_only_one(self.folder))
-            (self.folder / "job.json").write_text(self._spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            with atomic_file(self.folder / "job.json") as file:
+                file.write_text(self._spec.model_dump_json(indent=2) + "\n", encoding="utf-8")
             view = LiveView(self._console, telemetry)
             view.say(f"run {self.id}")
             view.say(f"metrics for Prometheus: {metrics.url}")

@@ -11,6 +11,7 @@ from orchestrator.run.evaluation import Delta
 from orchestrator.run.events import finite
 from orchestrator.run.telemetry import Telemetry
 from reward.score import Status
+from trainer.atomic import atomic_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,13 @@ def build_report(outcome: Outcome, telemetry: Telemetry) -> dict[str, Any]:
 
 
 def write_report(folder: Path, report: Mapping[str, Any], telemetry: Telemetry) -> None:
-    """Write the three files into the run's folder."""
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    draw_curves(folder / "curves.png", report, telemetry)
-    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
+    """Write the three files into the run's folder. Raises OSError."""
+    with atomic_file(folder / "report.json") as file:
+        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    with atomic_file(folder / "curves.png") as file:
+        draw_curves(file, report, telemetry)
+    with atomic_file(folder / "report.md") as file:
+        file.write_text(markdown(report), encoding="utf-8")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -153,7 +157,7 @@ def draw_curves(path: Path, report: Mapping[str, Any], telemetry: Telemetry, win
         axes.set_ylim(-0.02, 1.02)
         axes.grid(alpha=0.25)
         axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _running_mean(values: list[float], window: int) -> list[float]:

@@ -37,6 +37,17 @@ async def test_a_failed_save_leaves_the_older_one_and_no_rubbish(tmp_path: Path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001"]
 
 
+async def test_the_learners_error_names_the_checkpoint_and_not_its_passing_place(tmp_path: Path) -> None:
+    class Full(FakeLearner):
+        async def save(self, path: Path) -> None:
+            raise CheckpointError(f"{path}: no checkpoint could be written (No space left on device)")
+
+    with pytest.raises(CheckpointError) as raised:
+        await Checkpoints(tmp_path / "checkpoints", keep=2).save(2, {}, Full())
+    target = tmp_path / "checkpoints" / "000002"
+    assert str(raised.value) == f"{target}: no checkpoint could be written (No space left on device)"
+
+
 async def test_what_is_unfinished_or_foreign_is_not_taken(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     checkpoints = Checkpoints(folder, keep=2)
