@@ -209,5 +209,6 @@ class _Proxy:
 
 
 def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The line of an error that tells the most. Ray's text of a failed constructor ends with what that raised."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if "creation task" in lines[0] else 0]

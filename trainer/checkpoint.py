@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainer.atomic import atomic_directory
-from trainer.errors import CheckpointError, PolicyError
+from trainer.errors import CheckpointError, PolicyNotSaved
 from trainer.policy import load_policy, save_policy
 
 _POLICY, _STATE, _MANIFEST = "policy", "trainer.pt", "manifest.json"
@@ -34,8 +34,9 @@ def write(
             save_policy(model, tokenizer, directory / _POLICY)
             torch.save(dict(state), directory / _STATE)
             (directory / _MANIFEST).write_text(json.dumps(_sizes(directory), indent=1))
-    except (OSError, RuntimeError, SafetensorError, PolicyError) as error:  # torch reports a full disk as RuntimeError
-        reason = str(error.__cause__ if isinstance(error, PolicyError) else error).strip().splitlines()[0]
+    # A full disk is a RuntimeError to torch.
+    except (OSError, RuntimeError, SafetensorError, PolicyNotSaved) as error:
+        reason = str(error.__cause__ if isinstance(error, PolicyNotSaved) else error).strip().splitlines()[0]
         raise CheckpointError(f"{path}: no checkpoint could be written ({reason}); free space on that disk.") from error
 
 

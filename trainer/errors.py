@@ -2,6 +2,7 @@
 
 TrainerError
 ├── PolicyError        (also ValueError) the model directory is missing, incomplete or unfit; names what to do
+├── PolicyNotSaved     a policy cannot be written; nothing is left of it
 ├── TrainingDiverged   loss or gradients are not finite
 ├── CheckpointError    a checkpoint cannot be written or read; an older one stays usable
 └── PublishError       the weights cannot be put where engines read them
@@ -14,6 +15,10 @@ class TrainerError(Exception):
 
 class PolicyError(TrainerError, ValueError):
     """The policy cannot be made, loaded or trained as asked."""
+
+
+class PolicyNotSaved(TrainerError):
+    """The disk did not take a policy."""
 
 
 class TrainingDiverged(TrainerError):

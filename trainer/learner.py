@@ -65,7 +65,7 @@ class Learner:
         self._probe: tuple[tuple[int, ...], ...] = ()
 
     def ready(self) -> None:
-        """Make the policy's directory unless it is there. Raises PolicyError."""
+        """Make the policy's directory unless it is there. Raises PolicyError and PolicyNotSaved."""
         if self._preset and not Path(self._model).exists():
             init_policy(cast(Preset, self._preset), self._model, self._seed)
 

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from trainer.atomic import atomic_directory
-from trainer.errors import PolicyError
+from trainer.errors import PolicyError, PolicyNotSaved
 
 Preset = Literal["tiny-moe"]
 
@@ -43,7 +43,7 @@ def init_policy(preset: Preset, path: str | os.PathLike[str], seed: int) -> None
 
     `tiny-moe`: a Qwen3-MoE of 2.0 M float32 parameters (2 layers, 8 experts, top-2) over bytes. Two layers are the
     fewest that can copy by attention; more of them cost engine and trainer time and learnt later.
-    Raises PolicyError for an unknown preset, and when `path` exists or cannot be written.
+    Raises PolicyError for an unknown preset and when `path` exists, PolicyNotSaved when the disk does not take it.
     """
     if preset != "tiny-moe":
         raise PolicyError(f"There is no preset {preset!r}; choose tiny-moe.")
@@ -117,14 +117,16 @@ def load_policy(
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: str | os.PathLike[str]) -> None:
     """Write a Hugging Face directory, whole or not at all, under the architecture's checkpoint names (experts apart).
 
-    Replaces a directory at `path`. Raises PolicyError if the disk does not take it.
+    Replaces a directory at `path`. Raises PolicyNotSaved if the disk does not take it.
     """
     try:
         with atomic_directory(Path(path)) as directory, _quiet():
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
     except (OSError, SafetensorError) as error:
-        raise PolicyError(f"The policy cannot be written to {path} ({error}); free space or choose another.") from error
+        raise PolicyNotSaved(
+            f"The policy cannot be written to {path} ({error}); free space on that disk or choose another."
+        ) from error
 
 
 def _tiny_moe_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:

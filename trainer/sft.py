@@ -101,7 +101,7 @@ class SftStage:
         return SftMetrics(total, norm, rate, tokens, time.perf_counter() - started)
 
     def save_policy(self, path: str | os.PathLike[str]) -> None:
-        """Write the current policy as a Hugging Face directory. Raises PolicyError."""
+        """Write the current policy as a Hugging Face directory. Raises PolicyNotSaved."""
         save_policy(self._policy.hf, self.tokenizer, path)
 
 

@@ -96,7 +96,7 @@ class Trainer:
         return self._policy.sequence_logprobs(token_ids)
 
     def save_policy(self, path: str | os.PathLike[str]) -> None:
-        """Write the current policy as a Hugging Face directory. Raises PolicyError."""
+        """Write the current policy as a Hugging Face directory. Raises PolicyNotSaved."""
         save_policy(self._policy.hf, self.tokenizer, path)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:

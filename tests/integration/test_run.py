@@ -1,14 +1,17 @@
 """The main job in small, for real: Ray, vLLM, Docker, the trainer. It is stopped, resumed, finished, and killed.
 
-The three tests share one job file. Each run takes about a minute; most of that goes into starting Ray and vLLM.
+They share one job file. Each run takes about a minute; most of that goes into starting Ray and vLLM.
 """
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +176,65 @@ def test_the_trained_policy_is_a_model_that_transformers_loads(job: Path) -> Non
         [{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_the_trained_policy_is_a_model_that_vllm_serves(job: Path) -> None:
+    """Through the module behind `vllm serve`: that command does not start where vLLM's package is its CPU build."""
+    policy = run_folder(job) / "policy"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = f"--model {policy} --host 127.0.0.1 --port {port} --dtype float32 --max-model-len 256 --enforce-eager"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments.split()]
+    question = {"model": str(policy), "messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
+    with (job / "serve.txt").open("w") as log:
+        server = subprocess.Popen(
+            [*command, "--kv-cache-memory-bytes", "16M"], stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not is_open(port):
+            assert server.poll() is None and time.monotonic() < deadline, (job / "serve.txt").read_text()[-3000:]
+            time.sleep(0.5)
+        answer = post(f"http://127.0.0.1:{port}/v1/chat/completions", question)
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+    assert answer["usage"]["completion_tokens"] >= 1, answer
+
+
+def is_open(port: int) -> bool:
+    with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310 - an address of our own
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_a_full_disk_ends_the_run_in_one_sentence(tmp_path: Path) -> None:
+    """The policies before and after the warm start and one checkpoint fit; the second checkpoint does not."""
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "runs").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "none", tmp_path / "runs"], check=False).returncode:
+        pytest.skip("only root may mount the small disk that this test fills")
+    try:
+        process = start(tmp_path)
+        process.communicate(timeout=600)
+        assert process.returncode == 1
+        said = (tmp_path / "stderr.txt").read_text()
+        folder = run_folder(tmp_path)
+        assert "Traceback" not in said
+        assert said.splitlines()[-1].startswith(f"crosstrain: {folder / 'checkpoints' / '000002'}: no checkpoint could")
+        assert said.rstrip().endswith("free space on that disk.")
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["000000"], "the older one is kept, whole"
+        assert all(update["update"] for update in updates_made(tmp_path)), "no line of the history is torn"
+        assert left_behind(folder.name, tmp_path) == NOTHING
+    finally:
+        subprocess.run(["umount", tmp_path / "runs"], check=True)
 
 
 def test_a_killed_driver_leaves_nothing_after_a_minute(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from trainer_kit import make_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from trainer.errors import PolicyError
+from trainer.errors import PolicyError, PolicyNotSaved
 from trainer.policy import byte_tokenizer, init_policy, load_policy, save_policy
 
 TOKENIZER = byte_tokenizer()
@@ -124,7 +124,7 @@ def test_init_refuses_an_unknown_preset(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(PolicyError, match=r"cannot be written to .*file/policy"):
+    with pytest.raises(PolicyNotSaved, match=r"cannot be written to .*file/policy"):
         init_policy("tiny-moe", tmp_path / "file" / "policy", seed=0)
 
 
