@@ -1,7 +1,7 @@
-"""The weight manifest and the segment it names: the receiving half of the contract in `docs/weight-sync.md`.
+"""The weight manifest, the choice among the ways it offers, and the segment: receiving half of `docs/weight-sync.md`.
 
 Free of torch and vLLM, so that the scripted engine holds manifests to the same rules as the real one. What only a
-loader can judge (finite values) is left to `weight_receiver.py`.
+loader can judge (finite values) is left to `weight_receiver.py`, fetching through the channel to `weight_channel.py`.
 """
 
 import hashlib
@@ -11,17 +11,21 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_workers.errors import WeightSyncRejected
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Way = Literal["segment", "ipc", "nccl", "gloo"]
+"""How a set travels: mapped from shared memory or the same GPU, or fetched through a backend of the channel."""
 
 
 class TensorEntry(BaseModel):
-    """Where one tensor lies in the segment, for example
+    """Where one tensor lies in the set, for example
     `TensorEntry(name="model.norm.weight", dtype="float32", shape=(128,), offset=64)`.
     """
 
@@ -34,7 +38,56 @@ class TensorEntry(BaseModel):
     shape: tuple[int, ...]
     """Sizes of the dimensions."""
     offset: int = Field(ge=0)
-    """First byte, counted from the start of the segment."""
+    """First byte, counted from the start of the set."""
+
+
+class SegmentOffer(BaseModel):
+    """A file in shared memory, for engines on the trainer's machine."""
+
+    model_config = _FROZEN
+
+    path: str
+    """The file."""
+    boot_id: str
+    """Of the machine that holds it, from `/proc/sys/kernel/random/boot_id`."""
+
+
+class IpcOffer(BaseModel):
+    """A buffer on a GPU, for engines on that GPU: what torch's `rebuild_cuda_tensor` takes, bytes in base64."""
+
+    model_config = _FROZEN
+
+    gpu: str
+    """UUID of the GPU."""
+    handle: str
+    """CUDA IPC handle of the allocation, base64."""
+    storage_bytes: int = Field(gt=0)
+    """Bytes of the buffer's storage."""
+    storage_offset: int = Field(ge=0)
+    """First byte of the storage in the allocation."""
+    counter: str
+    """Name of torch's shared reference counters, base64."""
+    counter_offset: int = Field(ge=0)
+    """Place of the buffer's counter among them."""
+    event: str
+    """CUDA IPC handle of the event that the buffer was exported at, base64."""
+    event_sync: bool
+    """Whether the event has to be waited for."""
+
+
+class ChannelOffer(BaseModel):
+    """Where the trainer serves engines that can map nothing."""
+
+    model_config = _FROZEN
+
+    host: str
+    """Address of the trainer's node."""
+    port: int = Field(gt=0, lt=65536)
+    """Port of the store that engines announce themselves and ask in."""
+    gpu: str
+    """UUID of the GPU that the set lies on; empty when it lies in host memory."""
+    chunk_bytes: int = Field(gt=0)
+    """Bytes of each broadcast but the last."""
 
 
 class WeightManifest(BaseModel):
@@ -45,13 +98,19 @@ class WeightManifest(BaseModel):
     version: int = Field(ge=0)
     """Policy version of the set."""
     checksum: str
-    """Hexadecimal SHA-256 of the first `nbytes` bytes of the segment."""
-    path: str
-    """The segment's file."""
+    """Hexadecimal checksum of the set's `nbytes` bytes."""
+    checksum_kind: Literal["sha256", "sum64"]
+    """SHA-256, or the position-weighted sum that GPUs compute in place."""
     nbytes: int = Field(gt=0)
     """Bytes of the whole set, padding included."""
     tensors: tuple[TensorEntry, ...] = Field(min_length=1)
     """All tensors of the set."""
+    segment: SegmentOffer | None = None
+    """Offered when the set lies in host memory."""
+    ipc: IpcOffer | None = None
+    """Offered when the set lies on a GPU."""
+    channel: ChannelOffer | None = None
+    """Offered by every trainer."""
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> "WeightManifest":
@@ -64,30 +123,65 @@ class WeightManifest(BaseModel):
             raise WeightSyncRejected(f"weight manifest: {key}: {first['msg']}") from error
 
 
+def boot_id() -> str:
+    """Of the machine that this process runs on."""
+    return _BOOT_ID.read_text().strip()
+
+
+def choose_way(manifest: WeightManifest, machine: str, gpu: str, ranks: int = 1) -> Way:
+    """The best offer that an engine on this machine and this GPU (UUID; empty on a CPU) can take.
+
+    `ranks`: processes of the engine. All must choose alike, so that a rank which happens to share the trainer's GPU
+    does not go its own way. Raises `WeightSyncRejected` when nothing is offered that applies.
+    """
+    segment, ipc, channel = manifest.segment, manifest.ipc, manifest.channel
+    # Containers of one machine have its boot id in common, but not always their /dev/shm.
+    if segment is not None and segment.boot_id == machine and (channel is None or os.path.exists(segment.path)):
+        return "segment"
+    if ipc is not None and ipc.gpu == gpu and ranks == 1:
+        return "ipc"
+    if channel is not None:
+        return "nccl" if gpu and channel.gpu and channel.gpu != gpu else "gloo"
+    raise WeightSyncRejected(
+        f"weights of version {manifest.version}: no way that is offered leads to this engine; "
+        "a segment needs the trainer's machine, ipc the trainer's GPU"
+    )
+
+
+def require_checksum(manifest: WeightManifest, found: str) -> None:
+    """Raises `WeightSyncRejected` unless the checksum that was found is the manifest's."""
+    if found != manifest.checksum:
+        raise WeightSyncRejected(
+            f"weights of version {manifest.version}: the set has checksum {found}, "
+            f"the manifest names {manifest.checksum}"
+        )
+
+
 def map_segment(manifest: WeightManifest) -> mmap.mmap:
     """Map the segment and check its size and checksum. Raises `WeightSyncRejected`.
 
     Copy-on-write: nothing written to the mapping reaches the file. It is `nbytes` long and lives until the last object
     that refers to it is gone.
     """
+    if manifest.segment is None:
+        raise WeightSyncRejected(f"weights of version {manifest.version}: no segment is offered")
+    path = manifest.segment.path
     try:
-        with open(manifest.path, "rb") as file:
+        with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < manifest.nbytes:
                 raise WeightSyncRejected(
-                    f"weights of version {manifest.version}: {manifest.path} has {size} bytes, "
+                    f"weights of version {manifest.version}: {path} has {size} bytes, "
                     f"the manifest names {manifest.nbytes}"
                 )
             segment = mmap.mmap(file.fileno(), manifest.nbytes, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise WeightSyncRejected(f"weights of version {manifest.version}: {error}") from error
-    found = hashlib.sha256(segment).hexdigest()
-    if found != manifest.checksum:
+    try:
+        require_checksum(manifest, hashlib.sha256(segment).hexdigest())
+    except WeightSyncRejected:
         segment.close()
-        raise WeightSyncRejected(
-            f"weights of version {manifest.version}: {manifest.path} has checksum {found}, "
-            f"the manifest names {manifest.checksum}"
-        )
+        raise
     return segment
 
 

@@ -8,7 +8,10 @@ vLLM's layer-wise reload leaves two kernels on the CPU with stale or wrongly lai
 Each has a repair of its own below; no checksum sees what they mend, only log-probabilities do.
 """
 
+import base64
+import hashlib
 import logging
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -19,23 +22,33 @@ import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
 from rollout_workers.errors import WeightSyncRejected
-from rollout_workers.weight_manifest import WeightManifest, check_layout, checkpoint_shapes, map_segment
+from rollout_workers.weight_channel import Channel, Member, sum64
+from rollout_workers.weight_manifest import (
+    IpcOffer,
+    WeightManifest,
+    boot_id,
+    check_layout,
+    checkpoint_shapes,
+    choose_way,
+    map_segment,
+    require_checksum,
+)
 
-SHARED_MEMORY = "crosstrain_shared_memory"
+TRANSFER = "crosstrain"
 """Name of the backend in vLLM's registry."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def read_tensors(manifest: WeightManifest) -> list[tuple[str, torch.Tensor]]:
-    """Map the segment and view its tensors, without a copy. Raises `WeightSyncRejected` when they cannot be right."""
-    segment = map_segment(manifest)
+def view_tensors(manifest: WeightManifest, flat_N: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """View the tensors in a set's bytes, without a copy. Raises `WeightSyncRejected` when they cannot be right."""
     tensors: list[tuple[str, torch.Tensor]] = []
     for entry in manifest.tensors:
         dtype = _DTYPES.get(entry.dtype)
@@ -43,16 +56,45 @@ def read_tensors(manifest: WeightManifest) -> list[tuple[str, torch.Tensor]]:
             raise WeightSyncRejected(
                 f"weight manifest: {entry.name} has dtype {entry.dtype}, not one of {list(_DTYPES)}"
             )
-        count = prod(entry.shape)
-        if entry.offset % dtype.itemsize or entry.offset + count * dtype.itemsize > manifest.nbytes:
-            raise WeightSyncRejected(f"weight manifest: {entry.name} at byte {entry.offset} does not fit the segment")
-        tensor = torch.frombuffer(segment, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+        end = entry.offset + prod(entry.shape) * dtype.itemsize
+        if entry.offset % dtype.itemsize or end > manifest.nbytes:
+            raise WeightSyncRejected(f"weight manifest: {entry.name} at byte {entry.offset} does not fit the set")
+        tensor = flat_N[entry.offset : end].view(dtype).view(entry.shape)
         if not all(extreme.isfinite() for extreme in tensor.aminmax()):  # a NaN becomes both; one pass, no copy
             raise WeightSyncRejected(
                 f"weights of version {manifest.version}: {entry.name} has values that are not finite"
             )
         tensors.append((entry.name, tensor))
     return tensors
+
+
+def check_bytes(manifest: WeightManifest, flat_N: torch.Tensor) -> None:
+    """Raises `WeightSyncRejected` unless the bytes have the manifest's size and checksum."""
+    if len(flat_N) != manifest.nbytes or manifest.nbytes % 8:
+        raise WeightSyncRejected(
+            f"weights of version {manifest.version}: {len(flat_N)} bytes, the manifest names {manifest.nbytes}; "
+            "a set is padded to whole words"
+        )
+    compute = sum64 if manifest.checksum_kind == "sum64" else sha256
+    require_checksum(manifest, compute(flat_N))
+
+
+def sha256(flat_N: torch.Tensor) -> str:
+    """Checksum of a uint8 tensor in host memory, hexadecimal."""
+    return hashlib.sha256(flat_N.numpy().data).hexdigest()
+
+
+def map_buffer(offer: IpcOffer, nbytes: int, device: torch.device, version: int) -> torch.Tensor:
+    """The trainer's buffer on this process's own GPU, uint8 of shape (nbytes,). Raises `WeightSyncRejected`."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    handle, counter, event = (base64.b64decode(text) for text in (offer.handle, offer.counter, offer.event))
+    storage = (torch.UntypedStorage, torch.uint8, device.index, handle, offer.storage_bytes, offer.storage_offset)
+    export = (counter, offer.counter_offset, event, offer.event_sync)
+    try:
+        return rebuild_cuda_tensor(torch.Tensor, (nbytes,), (1,), 0, *storage, False, *export)
+    except RuntimeError as error:
+        raise WeightSyncRejected(f"weights of version {version}: the trainer's GPU memory: {error}") from error
 
 
 def load_tensors(model: nn.Module, config: ModelConfig, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -84,7 +126,7 @@ def repack_output(model: nn.Module) -> None:
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """A segment is named by each manifest: there is no connection to set up."""
+    """Each manifest says where its set is: there is no connection to set up."""
 
 
 @dataclass
@@ -94,8 +136,8 @@ class ManifestInfo(WeightTransferUpdateInfo):
     manifest: dict[str, Any]
 
 
-class SharedMemoryTransfer(WeightTransferEngine[NoInit, ManifestInfo]):
-    """Loads weights from the shared-memory segment that a manifest names."""
+class ManifestTransfer(WeightTransferEngine[NoInit, ManifestInfo]):
+    """Loads the weights that a manifest describes, by the best way that it offers this engine."""
 
     init_info_cls = NoInit
     update_info_cls = ManifestInfo
@@ -109,8 +151,12 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ManifestInfo]):
         tied = getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
         self._optional = frozenset({"lm_head.weight"} if tied else ())
         self._received: tuple[WeightManifest, list[tuple[str, torch.Tensor]]] | None = None
+        self._machine = boot_id()
+        self._gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+        self._member: Member | None = None
+        self._channel: Channel | None = None
         self.checksum = ""
-        """SHA-256 of the set that is loaded; empty for the weights of the model's directory."""
+        """Of the set that is loaded; empty for the weights of the model's directory."""
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to set up."""
@@ -122,7 +168,7 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ManifestInfo]):
         """Check the whole set. Raises `WeightSyncRejected`; vLLM hands its text on to the caller."""
         manifest = WeightManifest.parse(update_info.manifest)
         check_layout(manifest, self._shapes, self._optional)
-        self._received = (manifest, read_tensors(manifest))
+        self._received = (manifest, view_tensors(manifest, self._fetch(manifest)))
 
     def finish_weight_update(self) -> None:
         """Load the set that was received and mend what the reload leaves wrong."""
@@ -132,20 +178,54 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, ManifestInfo]):
         if current_platform.is_cpu():
             for repair in self.repairs:
                 repair(self.model)
+        else:
+            torch.accelerator.synchronize()  # the trainer may overwrite what was mapped once this returns
         self.checksum = manifest.checksum
 
     def shutdown(self) -> None:
-        """Let go of a set that was received and never loaded."""
+        """Let go of a set that was received and never loaded, and of the channel."""
         self._received = None
+        if self._channel is not None:
+            self._channel.close()
+
+    def _fetch(self, manifest: WeightManifest) -> torch.Tensor:
+        """The set's bytes, proven by their checksum."""
+        member = self._introduced()
+        way = choose_way(manifest, self._machine, self._gpu, member.ranks)
+        if way == "segment":
+            return torch.frombuffer(map_segment(manifest), dtype=torch.uint8)
+        if way == "ipc":
+            assert manifest.ipc is not None
+            flat_N = map_buffer(manifest.ipc, manifest.nbytes, self.device, manifest.version)
+        else:
+            assert manifest.channel is not None
+            if self._channel is None or (self._channel.offer, self._channel.backend) != (manifest.channel, way):
+                if self._channel is not None:
+                    self._channel.close()  # to a trainer that was there before
+                device = self.device if way == "nccl" else torch.device("cpu")
+                self._channel = Channel(manifest.channel, member, way, device)
+            flat_N = self._channel.pull(manifest)
+        check_bytes(manifest, flat_N)
+        return flat_N
+
+    def _introduced(self) -> Member:
+        """Who this process is in the channel. All ranks of an engine come here together, the first time."""
+        if self._member is None:
+            world = get_world_group()
+            own_name = uuid.uuid4().hex if world.rank_in_group == 0 else None
+            engine = world.broadcast_object(own_name, src=0)
+            assert isinstance(engine, str)
+            self._member = Member(engine, world.rank_in_group, world.world_size)
+        return self._member
 
 
 class WeightReceiver:
     """Worker extension: its methods become methods of vLLM's worker."""
 
-    weight_transfer_engine: SharedMemoryTransfer
+    weight_transfer_engine: ManifestTransfer
 
     def loaded_checksum(self) -> str:
-        """SHA-256 of the loaded set."""
+        """Checksum of the loaded set."""
         return self.weight_transfer_engine.checksum
 
 
@@ -154,5 +234,5 @@ def is_fault(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], WeightSyncRejected)
 
 
-WeightTransferEngineFactory.register_engine(SHARED_MEMORY, SharedMemoryTransfer)
+WeightTransferEngineFactory.register_engine(TRANSFER, ManifestTransfer)
 logging.getLogger("vllm.v1.engine.core").addFilter(is_fault)

@@ -31,7 +31,7 @@ class Published:
     probe_logprobs: tuple[tuple[float, ...], ...]
     """The trainer's log-probabilities of the probe sequences under exactly these weights, in nats."""
     export_s: float
-    """Seconds to copy the weights into shared memory."""
+    """Seconds to copy the weights to where engines read them, checksum included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Learner:
         self._require().save_policy(path)
 
     def close(self) -> None:
-        """Remove the shared segments. Idempotent."""
+        """Remove the published weights and end their channel. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
 

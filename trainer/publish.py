@@ -1,15 +1,13 @@
-"""Weights out of the trainer into shared memory, as `docs/weight-sync.md` lays down.
+"""Weights out of the trainer to where engines read them, as `docs/weight-sync.md` lays down.
 
 transformers fuses a layer's experts into one tensor; checkpoints and engines name each expert's. All of them are views
-of the trainer's parameters, found once, so that a publish is one copy and one checksum.
+of the trainer's parameters, found once, so that a publish is one copy and one checksum. What holds the copy is in
+`slots.py`, what sends it to engines that cannot map it in `channel.py`.
 """
 
 import bisect
-import contextlib
-import hashlib
-import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,44 +16,82 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from trainer.channel import CHUNK_BYTES, ChannelServer, node_address
 from trainer.errors import PublishError
+from trainer.slots import ALIGNMENT, DeviceSlot, HostSlot, Slot
 
-_ALIGNMENT = 64
 _SLOTS = 2
 
 
 class Publisher:
-    """Owner of the two segments of one run. Parameters must stay where they are: views into them are kept."""
+    """Owner of the two slots of one run. Parameters must stay where they are: views into them are kept."""
 
-    def __init__(self, model: PreTrainedModel, run: str, directory: str | os.PathLike[str] = "/dev/shm") -> None:  # noqa: S108 - the contract names it
-        """Find the views and make the segments. Raises PublishError for a full device or an unfit architecture."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        run: str,
+        directory: str | os.PathLike[str] = "/dev/shm",  # noqa: S108 - the contract names it
+        *,
+        on_device: bool | None = None,
+        address: str | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        """Find the views, make the slots, open the channel.
+
+        Raises PublishError for a full device or an unfit architecture.
+
+        `on_device`: whether slots lie beside the weights instead of in shared memory; by default if that is on a GPU.
+        `address`: of this node, where the channel listens; by default the one that other machines reach.
+        `chunk_bytes`: sent at once through the channel.
+        """
         self._sources = checkpoint_views(model)
         self._tensors, self._nbytes = _lay_out(self._sources)
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
+        self._channel: ChannelServer | None = None
         self._turn = 0
+        sources = list(self._sources.values())
+        device = sources[0].device
+        on_device = device.type == "cuda" if on_device is None else on_device
         try:
-            for slot in range(_SLOTS):
-                path = Path(directory) / f"crosstrain-{run}-weights-{slot}"
-                self._slots.append(_Slot(path, self._tensors, self._nbytes, self._sources))
+            for number in range(_SLOTS):
+                if on_device:
+                    self._slots.append(DeviceSlot(device, self._nbytes, self._tensors, sources))
+                else:
+                    path = Path(directory) / f"crosstrain-{run}-weights-{number}"
+                    self._slots.append(HostSlot(path, self._nbytes, self._tensors, sources))
+            self._channel = ChannelServer(
+                tuple(self._slots),
+                device if on_device else torch.device("cpu"),
+                address or node_address(),
+                chunk_bytes,
+            )
         except PublishError:
             self.close()
             raise
 
     def publish(self, version: int) -> dict[str, Any]:
-        """Copy the current weights into the next slot and return the manifest of policy version `version`."""
+        """Copy the current weights into the next slot and return the manifest of policy version `version`.
+
+        Waits for engines that still fetch what the slot held before. Raises PublishError when they do not end.
+        """
+        assert self._channel is not None, "closed"
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % _SLOTS
-        checksum = slot.write(self._sources.values())
         return {
             "version": version,
-            "checksum": checksum,
-            "path": str(slot.path),
+            "checksum": slot.write(version, self._sources.values()),
+            "checksum_kind": slot.checksum_kind,
             "nbytes": self._nbytes,
             "tensors": self._tensors,
+            **slot.offer(),
+            "channel": self._channel.offer(),
         }
 
     def close(self) -> None:
-        """Unlink the segments. Idempotent."""
+        """End the channel and let go of the slots. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
         for slot in self._slots:
             slot.close()
         self._slots = []
@@ -114,47 +150,5 @@ def _lay_out(sources: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], int]:
     for name, tensor in sources.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         tensors.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset})
-        offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     return tensors, offset
-
-
-class _Slot:
-    """One segment, mapped once, with a tensor over each part of it."""
-
-    def __init__(self, path: Path, tensors: list[dict[str, Any]], nbytes: int, sources: Mapping[str, Tensor]) -> None:
-        self.path = path
-        self._memory = _map(path, nbytes)
-        self._targets = [
-            torch.frombuffer(self._memory, dtype=source.dtype, count=source.numel(), offset=entry["offset"]).view(
-                source.shape
-            )
-            for entry, source in zip(tensors, sources.values(), strict=True)
-        ]
-
-    def write(self, sources: Iterable[Tensor]) -> str:
-        """Copy and return the checksum of what then lies in the segment."""
-        for target, source in zip(self._targets, sources, strict=True):
-            target.copy_(source)
-        return hashlib.sha256(self._memory).hexdigest()
-
-    def close(self) -> None:
-        self._targets.clear()
-        self._memory.close()
-        self.path.unlink(missing_ok=True)
-
-
-def _map(path: Path, nbytes: int) -> mmap.mmap:
-    path.unlink(missing_ok=True)  # of a killed run; a reader that still maps it keeps its own copy
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # else a full device shows as SIGBUS in the middle of a copy
-            return mmap.mmap(descriptor, nbytes)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        raise PublishError(
-            f"{path} cannot take {nbytes} bytes of weights ({error.strerror}); free shared memory."
-        ) from error

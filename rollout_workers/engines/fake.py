@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rollout_workers.engines.base import EngineStats, Generation, WeightUpdate
 from rollout_workers.errors import EngineFailed, WeightSyncRejected
-from rollout_workers.weight_manifest import WeightManifest, map_segment
+from rollout_workers.weight_manifest import WeightManifest, boot_id, choose_way, map_segment
 
 Script = Callable[[tuple[int, ...]], Sequence[int]] | Mapping[tuple[int, ...], Sequence[int]]
 """From the ids of a prompt to the ids of the action that follows it, with or without the end-of-turn token."""
@@ -86,12 +86,14 @@ class FakeEngine:
         return tuple(self._logprob(token) for token in token_ids[1:])
 
     async def update_weights(self, manifest: Mapping[str, Any]) -> WeightUpdate:
-        """See `Engine.update_weights`. Checks the manifest and its segment; loads nothing."""
+        """See `Engine.update_weights`. Checks the manifest and its segment, the one way it knows; loads nothing."""
         self._check()
         began = time.perf_counter()
         offered = WeightManifest.parse(manifest)
         if offered.version < self._version:
             raise WeightSyncRejected(f"weights of version {offered.version} are older than those of {self._version}")
+        if (way := choose_way(offered, boot_id(), gpu="")) != "segment":
+            raise WeightSyncRejected(f"weights of version {offered.version}: the scripted engine has no {way}")
         map_segment(offered).close()
         self._version = offered.version
         return WeightUpdate(offered.version, offered.checksum, time.perf_counter() - began)

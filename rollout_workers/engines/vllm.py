@@ -314,7 +314,7 @@ def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngine
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from rollout_workers.weight_receiver import SHARED_MEMORY
+    from rollout_workers.weight_receiver import TRANSFER
 
     on_cpu: dict[str, Any] = {
         "enforce_eager": True,
@@ -335,7 +335,7 @@ def engine_args(model: str, config: EngineConfig, receiver: str) -> "AsyncEngine
         skip_tokenizer_init=True,
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=SHARED_MEMORY),
+        weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
         worker_extension_cls=receiver,
         disable_log_stats=True,
         use_tqdm_on_load=False,

@@ -133,12 +133,12 @@ async def test_requests_in_flight_survive_an_update_with_tokens_of_both_versions
 
 
 def cut_segment(manifest: dict[str, Any]) -> None:
-    with open(manifest["path"], "r+b") as file:
+    with open(manifest["segment"]["path"], "r+b") as file:
         file.truncate(manifest["nbytes"] // 2)
 
 
 def flip_byte(manifest: dict[str, Any]) -> None:
-    with open(manifest["path"], "r+b") as file:
+    with open(manifest["segment"]["path"], "r+b") as file:
         file.seek(manifest["nbytes"] // 2)
         byte = file.read(1)[0]
         file.seek(-1, 1)
@@ -146,7 +146,7 @@ def flip_byte(manifest: dict[str, Any]) -> None:
 
 
 def lose_segment(manifest: dict[str, Any]) -> None:
-    Path(manifest["path"]).unlink()
+    Path(manifest["segment"]["path"]).unlink()
 
 
 def forget_checksum(manifest: dict[str, Any]) -> None:
@@ -166,8 +166,9 @@ async def test_a_spoilt_set_is_refused_and_a_good_one_taken_afterwards(
 ) -> None:
     before = engine.version
     good = publish(before + 1)
-    spoilt = {**good, "path": str(tmp_path / "segment")}
-    shutil.copyfile(good["path"], spoilt["path"])
+    segment = good["segment"] | {"path": str(tmp_path / "segment")}
+    spoilt = {name: value for name, value in good.items() if name != "channel"} | {"segment": segment}
+    shutil.copyfile(good["segment"]["path"], segment["path"])
     spoil(spoilt)
     in_flight = generate(engine, 2, max_tokens=200)
     with pytest.raises(WeightSyncRejected):

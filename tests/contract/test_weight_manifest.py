@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from rollout_workers.errors import WeightSyncRejected
-from rollout_workers.weight_manifest import WeightManifest, check_layout, checkpoint_shapes, map_segment
+from rollout_workers.weight_manifest import (
+    SegmentOffer,
+    WeightManifest,
+    boot_id,
+    check_layout,
+    checkpoint_shapes,
+    choose_way,
+    map_segment,
+)
 from trainer.policy import init_policy, load_policy
 from trainer.publish import Publisher
 
@@ -75,7 +83,9 @@ def test_any_change_of_names_or_shapes_is_refused(data: st.DataObject) -> None:
         tensors[victim]["shape"] = (*shapes[str(tensors[victim]["name"])], 2)
     else:
         tensors.append(tensors[victim])
-    manifest = WeightManifest.parse({"version": 1, "checksum": "", "path": "", "nbytes": 64, "tensors": tensors})
+    manifest = WeightManifest.parse(
+        {"version": 1, "checksum": "", "checksum_kind": "sha256", "nbytes": 64, "tensors": tensors}
+    )
     with pytest.raises(WeightSyncRejected):
         check_layout(manifest, shapes, frozenset())
 
@@ -84,11 +94,13 @@ def test_a_tied_output_layer_may_be_named_or_not() -> None:
     entry = {"name": "embed", "dtype": "float32", "shape": [4], "offset": 0}
     head = {**entry, "name": "lm_head.weight"}
     for tensors in ([entry], [entry, head]):
-        manifest = WeightManifest.parse({"version": 1, "checksum": "", "path": "", "nbytes": 64, "tensors": tensors})
+        manifest = WeightManifest.parse(
+            {"version": 1, "checksum": "", "checksum_kind": "sha256", "nbytes": 64, "tensors": tensors}
+        )
         check_layout(manifest, {"embed": (4,)}, frozenset({"lm_head.weight"}))
 
 
-@pytest.mark.parametrize("key", ["version", "checksum", "path", "nbytes", "tensors"])
+@pytest.mark.parametrize("key", ["version", "checksum", "checksum_kind", "nbytes", "tensors"])
 def test_a_manifest_without_a_key_is_refused_by_its_name(published: dict[str, Any], key: str) -> None:
     with pytest.raises(WeightSyncRejected, match=key):
         WeightManifest.parse({name: value for name, value in published.items() if name != key})
@@ -128,11 +140,65 @@ def test_a_segment_may_be_longer_than_the_set(tmp_path: Path) -> None:
     segment.close()
 
 
+ELSEWHERE = "a machine that is not this one"
+IPC = {
+    "gpu": "GPU-1",
+    "handle": "",
+    "storage_bytes": 64,
+    "storage_offset": 0,
+    "counter": "",
+    "counter_offset": 0,
+    "event": "",
+    "event_sync": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpu", "ranks", "way"),
+    [
+        ("here", "", 1, "segment"),
+        ("here", "GPU-2", 4, "segment"),
+        (ELSEWHERE, "", 1, "gloo"),
+        (ELSEWHERE, "GPU-2", 1, "gloo"),
+    ],
+)
+def test_a_set_in_host_memory_is_mapped_on_its_machine_and_fetched_elsewhere(
+    published: dict[str, Any], machine: str, gpu: str, ranks: int, way: str
+) -> None:
+    machine = boot_id() if machine == "here" else machine
+    assert choose_way(WeightManifest.parse(published), machine, gpu, ranks) == way
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "way"), [("GPU-1", 1, "ipc"), ("GPU-2", 1, "nccl"), ("GPU-2", 8, "nccl"), ("", 1, "gloo")]
+)
+def test_a_set_on_a_gpu_is_mapped_on_its_gpu_and_fetched_elsewhere(
+    published: dict[str, Any], gpu: str, ranks: int, way: str
+) -> None:
+    on_gpu = {name: value for name, value in published.items() if name != "segment"}
+    on_gpu |= {"ipc": IPC, "channel": {**published["channel"], "gpu": "GPU-1"}}
+    assert choose_way(WeightManifest.parse(on_gpu), boot_id(), gpu, ranks) == way
+
+
+def test_a_segment_that_this_container_does_not_see_is_fetched(published: dict[str, Any], tmp_path: Path) -> None:
+    unseen = {**published, "segment": {**published["segment"], "path": str(tmp_path / "unseen")}}
+    assert choose_way(WeightManifest.parse(unseen), boot_id(), "") == "gloo"
+    del unseen["channel"]
+    assert choose_way(WeightManifest.parse(unseen), boot_id(), "") == "segment"  # which then names the missing file
+
+
+def test_a_manifest_without_a_way_to_the_engine_is_refused(published: dict[str, Any]) -> None:
+    manifest = WeightManifest.parse({name: value for name, value in published.items() if name != "channel"})
+    with pytest.raises(WeightSyncRejected, match="no way"):
+        choose_way(manifest, ELSEWHERE, "")
+
+
 def describe(path: Path, content: bytes) -> WeightManifest:
     return WeightManifest(
         version=1,
         checksum=hashlib.sha256(content).hexdigest(),
-        path=str(path),
+        checksum_kind="sha256",
+        segment=SegmentOffer(path=str(path), boot_id=boot_id()),
         nbytes=len(content),
         tensors=({"name": "a", "dtype": "float32", "shape": [1], "offset": 0},),  # type: ignore[arg-type]
     )

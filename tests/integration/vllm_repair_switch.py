@@ -1,6 +1,6 @@
 """The weight receiver with a repair that a test can leave out. vLLM imports this in the engine's process."""
 
-from rollout_workers.weight_receiver import SharedMemoryTransfer, WeightReceiver
+from rollout_workers.weight_receiver import ManifestTransfer, WeightReceiver
 
 
 class RepairSwitch(WeightReceiver):
@@ -8,5 +8,5 @@ class RepairSwitch(WeightReceiver):
 
     def leave_out(self, name: str) -> None:
         """Do all repairs but this one after the updates that follow."""
-        repairs = tuple(repair for repair in SharedMemoryTransfer.repairs if repair.__name__ != name)
+        repairs = tuple(repair for repair in ManifestTransfer.repairs if repair.__name__ != name)
         self.weight_transfer_engine.repairs = repairs  # type: ignore[misc]  # shadows the class's on this instance

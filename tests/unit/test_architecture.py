@@ -36,7 +36,7 @@ HEAVY = {
     "matplotlib": ("orchestrator/run/report.py",),
     "ray": ("orchestrator/cluster.py",),
     "sqlalchemy": ("orchestrator/store/",),
-    "torch": ("trainer/", "rollout_workers/weight_receiver.py"),
+    "torch": ("trainer/", "rollout_workers/weight_receiver.py", "rollout_workers/weight_channel.py"),
     "transformers": ("trainer/", "rollout_workers/chat.py"),
     "vllm": ENGINES,
 }

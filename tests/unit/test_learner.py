@@ -67,7 +67,7 @@ def test_each_step_publishes_a_new_version_with_the_probe_of_its_own_weights(lea
     two = learner.train([sample(1.0)]).published
     assert [p.version for p in (zero, one, two)] == [0, 1, 2]
     assert len({p.manifest["checksum"] for p in (zero, one, two)}) == 3
-    assert one.manifest["path"] != two.manifest["path"], "two slots in turn"
+    assert one.manifest["segment"] != two.manifest["segment"], "two slots in turn"
     assert zero.probe_logprobs != two.probe_logprobs
 
 
@@ -96,7 +96,7 @@ def test_the_policy_is_exported_as_a_model_directory(learner: Learner, tmp_path:
 
 
 def test_nothing_is_left_in_shared_memory(learner: Learner, tmp_path: Path) -> None:
-    path = Path(learner.begin_rl(tmp_path / "start", PROBE).manifest["path"])
+    path = Path(learner.begin_rl(tmp_path / "start", PROBE).manifest["segment"]["path"])
     assert path.exists()
     learner.close()
     assert not path.exists()

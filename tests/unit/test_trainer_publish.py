@@ -29,7 +29,7 @@ def expected(model: Any) -> dict[str, torch.Tensor]:
 
 
 def read(manifest: dict[str, Any]) -> dict[str, torch.Tensor]:
-    raw = bytearray(Path(manifest["path"]).read_bytes())
+    raw = bytearray(Path(manifest["segment"]["path"]).read_bytes())
     assert len(raw) == manifest["nbytes"]
     assert hashlib.sha256(raw).hexdigest() == manifest["checksum"]
     found: dict[str, torch.Tensor] = {}
@@ -67,8 +67,10 @@ def test_segments_follow_training_in_turn(policy: Path, tmp_path: Path) -> None:
     assert same(read(second), expected(trainer.model))
     assert not same(read(first), read(second))
     assert (first["version"], second["version"]) == (0, 1)
-    assert [Path(m["path"]).name for m in (first, second)] == [f"crosstrain-run-weights-{slot}" for slot in (0, 1)]
-    assert publisher.publish(2)["path"] == first["path"]
+    assert [Path(m["segment"]["path"]).name for m in (first, second)] == [
+        f"crosstrain-run-weights-{slot}" for slot in (0, 1)
+    ]
+    assert publisher.publish(2)["segment"] == first["segment"]
     publisher.close()
     publisher.close()
     assert os.listdir(tmp_path) == []
