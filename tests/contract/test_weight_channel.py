@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from rollout_workers import weight_channel
 from rollout_workers.errors import WeightSyncRejected
@@ -311,6 +313,16 @@ def test_an_unreachable_trainer_is_named() -> None:
 def test_the_channel_is_served_on_this_nodes_addresses_only(publisher: Publish) -> None:
     with pytest.raises(PublishError, match=r"203\.0\.113\.1"):
         publisher(address="203.0.113.1")
+
+
+def test_torch_still_takes_a_handle_apart_as_the_ipc_offer_names_it() -> None:
+    parameters = list(signature(rebuild_cuda_tensor).parameters)
+    assert parameters[:4] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset"]
+    assert parameters[4:10] == ["storage_cls", "dtype", *(f"storage_{of}" for of in ("device", "handle"))] + [
+        f"storage_{of}_bytes" for of in ("size", "offset")
+    ]
+    counter = [f"ref_counter_{of}" for of in ("handle", "offset")]
+    assert parameters[10:] == ["requires_grad", *counter, "event_handle", "event_sync_required"]
 
 
 @SUMS

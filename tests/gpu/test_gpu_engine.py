@@ -1,4 +1,4 @@
-"""vLLM on a GPU: the same parity and updates as on the CPU, through the same shared-memory segment."""
+"""vLLM on a GPU: the same parity and updates as on the CPU, by each way that weights can take to it."""
 
 import asyncio
 from pathlib import Path
@@ -18,17 +18,26 @@ pytestmark = [
 PROBE = [[(7 * index * row) % 256 for index in range(1, 60)] for row in range(1, 5)]
 
 
-async def test_engine_and_trainer_agree_before_and_after_an_update(tmp_path: Path) -> None:
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+WAYS = [
+    pytest.param("cpu", id="segment"),
+    pytest.param("cuda:0", id="ipc"),
+    pytest.param("cuda:1", id="nccl", marks=TWO_GPUS),  # the engine takes the first device
+]
+
+
+@pytest.mark.parametrize("device", WAYS)
+async def test_engine_and_trainer_agree_before_and_after_an_update(tmp_path: Path, device: str) -> None:
     from rollout_workers.engines.vllm import VllmEngine
 
     policy = tmp_path / "policy"
     init_policy("tiny-moe", policy, seed=0)
-    model, _ = load_policy(policy)
+    model = load_policy(policy)[0].to(device)
     publisher = Publisher(model, "gpu", tmp_path)
     engine = VllmEngine(str(policy), EngineConfig(gpus_per_worker=1, gpu_memory_utilization=0.2))
 
     def trainer_logprobs(sequence: list[int]) -> list[float]:
-        tokens_T = torch.tensor(sequence)
+        tokens_T = torch.tensor(sequence, device=device)
         with torch.no_grad():
             logprobs_TV = model(tokens_T[None]).logits[0, :-1].log_softmax(-1)
         return logprobs_TV.gather(1, tokens_T[1:, None])[:, 0].tolist()

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollout_workers.weight_channel import Channel, Member, sum64
+from rollout_workers.weight_manifest import WeightManifest
 from trainer.config import TrainerConfig
 from trainer.policy import init_policy
 from trainer.publish import Publisher
@@ -62,13 +64,19 @@ def test_bfloat16_steps(policy: Path) -> None:
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
 
 
-def test_weights_are_published_from_the_device(policy: Path, tmp_path: Path) -> None:
+def test_weights_are_published_on_the_device_and_fetched_through_host_memory(policy: Path, tmp_path: Path) -> None:
     run = Trainer(policy, TrainerConfig(), device="cuda")
-    publisher = Publisher(run.model, "gpu", tmp_path)
-    manifest = publisher.publish(0)
-    raw = bytearray(Path(manifest["path"]).read_bytes())
-    embedding = torch.frombuffer(raw, dtype=torch.float32, count=262 * 128).view(262, 128)
-    assert manifest["tensors"][0]["name"] == "model.embed_tokens.weight"
+    publisher = Publisher(run.model, "gpu", tmp_path, address="127.0.0.1")
+    manifest = WeightManifest.parse(publisher.publish(0))
+    assert manifest.segment is None
+    assert manifest.ipc is not None
+    assert manifest.channel is not None
+    assert manifest.ipc.gpu == manifest.channel.gpu != ""
+    channel = Channel(manifest.channel, Member("engine", 0, 1), "gloo", torch.device("cpu"))
+    raw = channel.pull(manifest)
+    assert sum64(raw) == sum64(raw.cuda()) == manifest.checksum
+    embedding = raw[: 262 * 128 * 4].view(torch.float32).view(262, 128)
+    assert manifest.tensors[0].name == "model.embed_tokens.weight"
     assert torch.equal(embedding, run.model.get_input_embeddings().weight.detach().cpu())
     publisher.close()
 
