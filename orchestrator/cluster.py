@@ -101,7 +101,13 @@ class Cluster:
             "OMP_WAIT_POLICY": "passive",  # threads that spin at barriers take the cores from the engine
         }
         learner = self._actor(Learner, LearnerHandle, num_gpus=spec.trainer.gpus, runtime_env={"env_vars": openmp})(
-            str(model), spec.policy.preset, spec.trainer, spec.sft, seed=spec.seed, run=self._run
+            str(model),
+            spec.policy.preset,
+            spec.trainer,
+            spec.sft,
+            seed=spec.seed,
+            run=self._run,
+            many_machines=bool(os.environ.get("RAY_ADDRESS")),
         )
         await learner.ready()
         sandboxed = any(domain.config.environment != "single_turn" for domain in domains)

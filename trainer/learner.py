@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
+from trainer.channel import node_address
 from trainer.config import SftConfig, TrainerConfig
 from trainer.policy import Preset, init_policy
 from trainer.publish import Publisher
@@ -47,10 +48,21 @@ class StepOutcome:
 class Learner:
     """Owns the policy that is trained. `sft` (any number of calls), then `begin_rl` or `restore`, then `train`."""
 
-    def __init__(self, model: str, preset: str, config: TrainerConfig, sft: SftConfig, *, seed: int, run: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        preset: str,
+        config: TrainerConfig,
+        sft: SftConfig,
+        *,
+        seed: int,
+        run: str,
+        many_machines: bool = False,
+    ) -> None:
         """`model`: Hugging Face directory to start from. `ready` makes one that is missing when a `preset` is named.
 
-        `run`: id of the run, part of the shared segments' names.
+        `run`: id of the run, part of the shared segments' names. `many_machines`: engines may run on others, so that
+        weights are served on this node's address and not on loopback alone.
         """
         self._model = model
         self._preset = preset
@@ -58,6 +70,7 @@ class Learner:
         self._sft = sft
         self._seed = seed
         self._run = run
+        self._address = node_address() if many_machines else "127.0.0.1"
         self._device = "cuda" if config.gpus else "cpu"
         self._stage: SftStage | None = None
         self._trainer: Trainer | None = None
@@ -108,7 +121,7 @@ class Learner:
         self._trainer = Trainer(self._model, self._config, self._seed, self._device)
         if checkpoint is not None:
             self._trainer.load_checkpoint(checkpoint)
-        self._publisher = Publisher(self._trainer.model, self._run)
+        self._publisher = Publisher(self._trainer.model, self._run, address=self._address)
         self._probe = tuple(tuple(sequence) for sequence in probe)
         return self._publish()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainer.channel import CHUNK_BYTES, ChannelServer, node_address
+from trainer.channel import CHUNK_BYTES, ChannelServer
 from trainer.errors import PublishError
 from trainer.slots import ALIGNMENT, DeviceSlot, HostSlot, Slot
 
@@ -33,7 +33,7 @@ class Publisher:
         directory: str | os.PathLike[str] = "/dev/shm",  # noqa: S108 - the contract names it
         *,
         on_device: bool | None = None,
-        address: str | None = None,
+        address: str = "127.0.0.1",
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """Find the views, make the slots, open the channel.
@@ -41,7 +41,7 @@ class Publisher:
         Raises PublishError for a full device or an unfit architecture.
 
         `on_device`: whether slots lie beside the weights instead of in shared memory; by default if that is on a GPU.
-        `address`: of this node, where the channel listens; by default the one that other machines reach.
+        `address`: of this node, where the channel listens; by default loopback, which no other machine reaches.
         `chunk_bytes`: sent at once through the channel.
         """
         self._sources = checkpoint_views(model)
@@ -62,7 +62,7 @@ class Publisher:
             self._channel = ChannelServer(
                 tuple(self._slots),
                 device if on_device else torch.device("cpu"),
-                address or node_address(),
+                address,
                 chunk_bytes,
             )
         except PublishError:
