@@ -107,15 +107,13 @@ def _aggregate(rng: random.Random) -> Draft:
 
 
 def _compose(rng: random.Random) -> Draft:
-    parts = [place * rng.randint(1, 9) for place in (100, 10, 1)]
-    if rng.random() < 0.5:
-        parts.remove(rng.choice(parts))
+    parts = [place * rng.randint(1, 9) for place in (1000, 100, 10, 1)]
     rng.shuffle(parts)
     return _equation("+".join(map(str, parts)), sum(parts))
 
 
 def _remove(rng: random.Random) -> Draft:
-    parts = [place * rng.randint(1, 9) for place in (100, 10, 1)]
+    parts = [place * rng.randint(1, 9) for place in (1000, 100, 10, 1)]
     part = rng.choice(parts)
     return _equation(f"{sum(parts)}-{part}", sum(parts) - part)
 
@@ -127,12 +125,12 @@ def _equation(question: str, answer: int) -> Draft:
 # tools: one JSON call ------------------------------------------------------------------------------------------------
 
 _TOOLS: Mapping[str, tuple[str, str, str]] = {
-    "wait": ("min", "integer", "pause for"),
-    "dim": ("pct", "integer", "light at"),
-    "heat": ("deg", "integer", "warm to"),
-    "call": ("who", "string", "ring"),
-    "open": ("app", "string", "start"),
-    "find": ("key", "string", "look for"),
+    "nap": ("s", "integer", "pause for"),
+    "dim": ("pc", "integer", "light at"),
+    "heat": ("to", "integer", "warm to"),
+    "call": ("id", "string", "ring"),
+    "run": ("app", "string", "start"),
+    "find": ("by", "string", "look for"),
 }
 """Name of the tool: its one parameter, the parameter's type, and how people ask for it."""
 
