@@ -218,25 +218,24 @@ def test_an_engine_that_dies_is_left_behind(publisher: Publish) -> None:
     assert time.monotonic() - began < 5, "its slot is free again"
 
 
-def test_an_engine_that_the_trainer_gave_up_joins_again(publisher: Publish) -> None:
-    run = publisher(on_device=True)
-    manifest = run.publish(1)
+def joined(publisher: Publish) -> tuple[Channel, WeightManifest, TCPStore]:
+    """An engine that has fetched once, what it fetched, and the store through which it asked."""
+    manifest = publisher(on_device=True).publish(1)
     engine = join(manifest)
     engine.pull(manifest)
     assert manifest.channel is not None
-    store = TCPStore(manifest.channel.host, manifest.channel.port, is_master=False, wait_for_workers=False)
+    return engine, manifest, TCPStore(manifest.channel.host, manifest.channel.port, wait_for_workers=False)
+
+
+def test_an_engine_that_the_trainer_gave_up_joins_again(publisher: Publish) -> None:
+    engine, manifest, store = joined(publisher)
     store.queue_push("asks/engine-1", b"close")  # as after an hour of silence
     store.get("left/engine-1")
     assert checksum(engine.pull(manifest)) == manifest.checksum
 
 
 def test_a_question_that_crosses_the_trainers_leave_is_answered(publisher: Publish) -> None:
-    run = publisher(on_device=True)
-    manifest = run.publish(1)
-    engine = join(manifest)
-    engine.pull(manifest)
-    assert manifest.channel is not None
-    store = TCPStore(manifest.channel.host, manifest.channel.port, is_master=False, wait_for_workers=False)
+    engine, manifest, store = joined(publisher)
     for group in range(1, 11):  # whichever comes first, the engine's look for the mark or the trainer's last look
         store.queue_push(f"asks/engine-{group}", b"close")
         try:
