@@ -182,7 +182,7 @@ class SandboxHost:
         """Counters at this moment."""
         return PoolStats(
             created=self._created,
-            starting=len(self._tasks),
+            starting=sum(not task.done() for task in self._tasks),  # a task leaves the set a moment after its end
             idle=self._idle.qsize(),
             leased=len(self._leased),
             lost=self._lost,

@@ -75,6 +75,28 @@ async def test_pool_fills_leases_and_counts(tmp_path: Path) -> None:
         assert (stats.created, stats.leased, stats.acquired, stats.executed, stats.lost) == (3, 0, 1, 1, 0)
 
 
+async def test_no_sandbox_is_counted_twice_at_any_moment(tmp_path: Path) -> None:
+    async with running(tmp_path / "s", pool_size=3) as host:
+        seen = set[tuple[int, int, int]]()
+
+        async def watch() -> None:
+            """Look in every iteration of the event loop."""
+            while True:
+                stats = await host.stats()
+                seen.add((stats.starting, stats.idle, stats.leased))
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        await until(host, lambda stats: stats.idle == 3)
+        sandbox = await acquire(host)
+        await sandbox.close()
+        await host.release(sandbox.id)
+        await until(host, lambda stats: stats.idle == 3)
+        watching.cancel()
+        assert {(0, 3, 0), (0, 2, 1), (1, 2, 0)} <= seen
+        assert max(map(sum, seen)) == 3
+
+
 async def test_containers_carry_labels_and_limits(tmp_path: Path) -> None:
     async with running(tmp_path / "s"):
         (container,) = await containers(RUN)
