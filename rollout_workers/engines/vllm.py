@@ -241,14 +241,12 @@ class VllmEngine:
                 text = str(refusal)
                 raise WeightSyncRejected(text.partition("method failed: ")[2] or text) from refusal
             try:
-                _, checksums = await asyncio.gather(
-                    llm.finish_weight_update(weight_version=str(version)), llm.collective_rpc("loaded_checksum")
-                )
+                _, checksums = await asyncio.gather(llm.finish_weight_update(), llm.collective_rpc("loaded_checksum"))
                 (checksum,) = set(checksums)
             except Exception as error:
                 await self.close()
                 raise EngineFailed(f"weights of version {version} were loaded in part: {error}") from error
-            await llm.resume_generation()
+            await asyncio.gather(llm.update_weight_version(str(version)), llm.resume_generation())
             seconds = time.perf_counter() - began
             self._version = version
             return WeightUpdate(version, checksum, seconds)
