@@ -50,6 +50,17 @@ class FakeSandbox:
         timeout_s: float | None = None,
     ) -> ExecResult:
         """See `Sandbox.exec`."""
+        result = await self._run(command, stdin, cwd, env or {}, timeout_s)
+        self._latencies.observe(result.duration_s)
+        return result
+
+    async def python(self, source: str, *, stdin: bytes = b"", timeout_s: float | None = None) -> ExecResult:
+        """See `Sandbox.python`."""
+        return await self._run(f"exec python3 -I -S -c {shlex.quote(source)}", stdin, WORKDIR, {}, timeout_s)
+
+    async def _run(
+        self, command: str, stdin: bytes, cwd: str, env: Mapping[str, str], timeout_s: float | None
+    ) -> ExecResult:
         self._check()
         timeout_s = self._config.command_timeout_s if timeout_s is None else timeout_s
         if "\0" in command:
@@ -68,23 +79,18 @@ class FakeSandbox:
                 stdout=out,
                 stderr=err,
                 cwd=directory,
-                env={"PATH": os.environ["PATH"], "HOME": str(self._folder), "LANG": "C.UTF-8", **(env or {})},
+                env={"PATH": os.environ["PATH"], "HOME": str(self._folder), "LANG": "C.UTF-8", **env},
                 start_new_session=True,
             )
             self._groups.add(process.pid)
             timed_out = await self._finish(process, timeout_s)
             assert process.returncode is not None
             seconds = time.perf_counter() - began
-            self._latencies.observe(seconds)
             (stdout, cut), (stderr, cut_too) = (
                 _bounded(file.fileno(), self._config.output_bytes) for file in (out, err)
             )
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         return ExecResult(code, stdout, stderr, cut or cut_too, timed_out, seconds)
-
-    async def python(self, source: str, *, stdin: bytes = b"", timeout_s: float | None = None) -> ExecResult:
-        """See `Sandbox.python`."""
-        return await self.exec(f"exec python3 -I -S -c {shlex.quote(source)}", stdin=stdin, timeout_s=timeout_s)
 
     async def _finish(self, process: asyncio.subprocess.Process, timeout_s: float) -> bool:
         """Wait for the shell, or kill everything when the deadline passes or the caller gives up; whether it passed."""

@@ -139,7 +139,7 @@ def draw_curves(path: Path, report: Mapping[str, Any], telemetry: Telemetry, win
     names = list(telemetry.domains)
     columns = min(len(names), 2)
     lines = -(-len(names) // columns)
-    figure = Figure(figsize=(5.5 * columns, 3.2 * lines), layout="constrained")
+    figure = Figure(figsize=(5.5 * columns, 3.2 * lines + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     for place, name in enumerate(names, start=1):
         axes = figure.add_subplot(lines, columns, place)
@@ -156,7 +156,8 @@ def draw_curves(path: Path, report: Mapping[str, Any], telemetry: Telemetry, win
         axes.set_ylabel("pass rate")
         axes.set_ylim(-0.02, 1.02)
         axes.grid(alpha=0.25)
-        axes.legend(loc="lower right", fontsize=8)
+    named = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120, format="png")
 
 

@@ -155,9 +155,10 @@ async def test_commands_at_the_same_time_do_not_mix(sandbox: Sandbox) -> None:
     assert [result.stdout for result in results] == [f"{n}\n{n}\n".encode() for n in range(5)]
 
 
-async def test_latencies_count_commands(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_latencies_count_commands_and_no_programs_of_ours(provider: SandboxProvider, sandbox: Sandbox) -> None:
     before = provider.latencies.count
     await sandbox.exec("sleep 0.1")
+    await sandbox.python("pass")
     assert provider.latencies.count == before + 1
     assert provider.latencies.quantile_ms(1.0) >= 98
 
