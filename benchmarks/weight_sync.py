@@ -38,7 +38,7 @@ async def measure(updates: int) -> dict[str, list[float]]:
         directory = Path(root) / "policy"
         init_policy("tiny-moe", directory, seed=0)
         publisher = Publisher(load_policy(directory)[0], f"bench-{os.getpid()}")
-        engine = VllmEngine(str(directory), EngineConfig(max_model_len=256, max_num_seqs=64))
+        engine = VllmEngine(str(directory), EngineConfig(max_model_len=256))
         versions = itertools.count(1)
         try:
             await engine.start()

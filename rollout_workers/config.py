@@ -32,7 +32,7 @@ class EngineConfig(BaseModel):
     max_model_len: int = Field(default=512, ge=16)
     """Longest sequence in tokens, prompt and all turns together."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Sequences that the engine advances at once."""
+    """Sequences that the engine advances at once. More make longer steps, and a weight update waits for one to end."""
     kv_cache_mb: int = Field(default=64, ge=1)
     """Key-value cache in MiB on the CPU. Without a bound vLLM asks for 92 % of the machine's memory."""
     gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)

@@ -60,9 +60,10 @@ def view_tensors(manifest: WeightManifest, flat_N: torch.Tensor) -> list[tuple[s
         if entry.offset % dtype.itemsize or end > manifest.nbytes:
             raise WeightSyncRejected(f"weight manifest: {entry.name} at byte {entry.offset} does not fit the set")
         tensors.append((entry.name, flat_N[entry.offset : end].view(dtype).view(entry.shape)))
-    dtypes = {tensor.dtype for _, tensor in tensors}
     # One look at the whole set, padding and all, costs less than a call for each tensor; those name the culprit.
-    if len(dtypes) > 1 or not is_finite(flat_N[: manifest.nbytes // 8 * 8].view(dtypes.pop())):
+    common, *others = {tensor.dtype for _, tensor in tensors}
+    whole = manifest.nbytes - manifest.nbytes % common.itemsize
+    if others or not is_finite(flat_N[:whole].view(common)):
         for name, tensor in tensors:
             if not is_finite(tensor):
                 raise WeightSyncRejected(

@@ -243,10 +243,10 @@ class VllmEngine:
             try:
                 _, checksums = await asyncio.gather(llm.finish_weight_update(), llm.collective_rpc("loaded_checksum"))
                 (checksum,) = set(checksums)
+                await asyncio.gather(llm.update_weight_version(str(version)), llm.resume_generation())
             except Exception as error:
                 await self.close()
                 raise EngineFailed(f"weights of version {version} were loaded in part: {error}") from error
-            await asyncio.gather(llm.update_weight_version(str(version)), llm.resume_generation())
             seconds = time.perf_counter() - began
             self._version = version
             return WeightUpdate(version, checksum, seconds)

@@ -4,9 +4,12 @@ One engine serves the whole module, since a start takes 15 s; the last test kill
 """
 
 import asyncio
+import hashlib
+import math
 import multiprocessing
 import os
 import signal
+import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -264,6 +267,33 @@ async def test_weights_that_are_not_finite_are_refused(
         await engine.update_weights(spoilt)
     assert await engine.token_logprobs(PROBE[0]) == before
     await engine.update_weights(trainer.publisher.publish(served + 1))
+    assert (await gap(engine, trainer)).max_gap < TOLERANCE
+
+
+def without_padding(good: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A set whose last tensor begins a value later, ends with the bytes, and ends with NaN."""
+    *others, last = good["tensors"]
+    start, end = last["offset"], last["offset"] + 4 * math.prod(last["shape"])
+    content = Path(good["segment"]["path"]).read_bytes()
+    content = content[:start] + bytes(4) + content[start : end - 4] + struct.pack("=f", math.nan)
+    assert len(content) % 8 == 4  # no whole words
+    path.write_bytes(content)
+    return {
+        **good,
+        "tensors": [*others, {**last, "offset": start + 4}],
+        "nbytes": len(content),
+        "checksum": hashlib.sha256(content).hexdigest(),
+        "segment": {**good["segment"], "path": str(path)},
+    }
+
+
+async def test_the_last_value_of_a_set_without_padding_is_looked_at_too(
+    engine: SwitchableEngine, trainer: Trainer, tmp_path: Path
+) -> None:
+    good = trainer.publisher.publish(engine.version + 1)
+    with pytest.raises(WeightSyncRejected, match=rf"{good['tensors'][-1]['name']}.*not finite"):
+        await engine.update_weights(without_padding(good, tmp_path / "set"))
+    await engine.update_weights(good)
     assert (await gap(engine, trainer)).max_gap < TOLERANCE
 
 
